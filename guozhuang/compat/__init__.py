@@ -1,6 +1,6 @@
-"""The interfaces of other systems, so that scripts written for them run unchanged. No other part of the package imports them.
+"""The interfaces of other systems (Horovod), so that scripts for them run unchanged. Only ``__init__`` and ``cli`` import this.
 
-Their strategies are declared here as data, which the package's ``__init__`` adds to the table of strategies.
+Strategies for such systems are declared here as data, which the package's ``__init__`` adds to the table of strategies.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def extension() -> "Extension":
-    """Return the variables and folders by which ``guozhuang run`` runs scripts written for other systems unchanged."""
+    """Return the environment variables and import folders with which ``guozhuang run`` runs Horovod scripts unchanged."""
     from guozhuang.compat.horovod.common.extension import EXTENSION
 
     return EXTENSION
@@ -25,7 +25,7 @@ def _horovod(model: nn.Module, optimizer: Optimizer, setup: object) -> tuple[nn.
     return strategy.prepare(model, optimizer)
 
 
-#: For each strategy: the name of the one after which it stands in the table, and its ``guozhuang.strategies.Strategy`` fields.
+#: Pairs: the strategy in the table after which to insert this one, and the fields of its ``guozhuang.strategies.Strategy``.
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "torch-ddp",

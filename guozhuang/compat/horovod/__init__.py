@@ -1,4 +1,4 @@
-"""Horovod's interface on Guozhuang: the same names at the same paths.
+"""Horovod's Python interface, carried out by Guozhuang: functions have the names and module paths that they have in Horovod.
 
 ``import horovod.torch as hvd`` finds ``guozhuang.compat.horovod.torch``: always under ``guozhuang run``, and everywhere if the
 extra ``horovod`` is installed. ``redirect.py`` shows how; docs/horovod.md lists the differences.

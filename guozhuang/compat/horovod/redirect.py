@@ -31,12 +31,12 @@ def install() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """The finder of the import system for names that begin with ``horovod.``."""
+    """Finds modules, for the import system, whose names begin with ``horovod.``: each is the module of Guozhuang."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of the module; None if it is not one of Horovod's, or does not exist.
+        """Return a spec that loads Guozhuang's module of that name; None if the name is not Horovod's or no such module exists.
 
         Raises:
             ModuleNotFoundError: Horovod has this module and Guozhuang does not; the text says so.
@@ -64,7 +64,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.InspectLoader):
-    """The loader that returns the module of the other name. See [Note: one module, two names]."""
+    """Loads a name ``horovod.X`` as the module ``guozhuang.compat.horovod.X``. See [Note: one module, two names]."""
 
     def __init__(self, ours: importlib.machinery.ModuleSpec) -> None:
         self._ours = ours

@@ -10,10 +10,10 @@ from guozhuang import world
 
 
 def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """Make a plain model and its optimizer train the Horovod way. Every rank must call, after ``guozhuang.init()``.
+    """Prepare a plain model and its optimizer for training with Horovod. Every rank must call this, after ``guozhuang.init()``.
 
-    It starts the engine that matches gradients by name, if it does not run yet; the engine ends with the world. It broadcasts
-    the weights, buffers and optimizer state of rank 0. If ranks run out of data at different times, each must call
+    Starts the engine that matches gradients by name, if it does not run yet; the engine ends with the world. Broadcasts the
+    weights, buffers and optimizer state of rank 0. If ranks run out of data at different times, each must call
     ``guozhuang.compat.horovod.torch.join()`` after its last batch.
 
     Returns:

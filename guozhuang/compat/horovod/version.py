@@ -1,3 +1,3 @@
-"""The release of Horovod whose interface this package has."""
+"""The version of Horovod whose interface this package implements."""
 
 __version__ = "0.28.1"

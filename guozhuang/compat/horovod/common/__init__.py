@@ -1,1 +1,1 @@
-"""The parts that do not depend on the framework: world, process sets, exceptions, at the same module paths as in Horovod."""
+"""Modules that all frameworks of Horovod share (world, process sets, exceptions), at the same module paths as in Horovod."""

@@ -1,4 +1,4 @@
-"""Search for the fusion threshold, cycle time and use of the cache that move the most bytes per second, while the job runs.
+"""Autotuning: search, while the job runs, for the fusion threshold, cycle time and use of the cache with the best throughput.
 
 A score is bytes per microsecond over some steps of training. A step ends when the name of a tensor is submitted again. Steps
 are counted, not rounds of negotiation, because the searched values change how many rounds a step takes. A sample is the median
@@ -28,14 +28,14 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.gradients.named import Knobs, Settings
 
 SCORES_PER_SAMPLE: Final = 5
-# Bounds of the search: of the fusion threshold in MiB, and of the cycle time in milliseconds.
+# The search tries fusion thresholds from 0 to this many MiB, and cycle times between these two numbers of milliseconds.
 MAX_THRESHOLD_MB, MIN_CYCLE_MS, MAX_CYCLE_MS = 64.0, 1.0, 100.0
 FIRST_POINTS: Final = ((4.0, 5.0), (32.0, 50.0), (16.0, 25.0), (8.0, 10.0))
 HEADER: Final = (
     "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,"
     "cycle_time_ms,tensor_fusion_threshold,score"
 )
-# The number of random points among which the next one is chosen.
+# Each step of the search draws this many random points and tries the one with the highest expected improvement.
 _NUM_CANDIDATES = 2000
 _log = logging.getLogger("guozhuang")
 
@@ -43,7 +43,7 @@ _Search = Generator[Knobs, float, tuple[Knobs, float]]
 
 
 def check_available() -> None:
-    """Import scikit-learn, whose Gaussian process is used. Every rank calls it in ``init``, before it waits for others.
+    """Import scikit-learn, whose Gaussian process the tuner uses. Ranks call this in ``hvd.init``, before they connect.
 
     Raises:
         UsageError: scikit-learn is missing, or cannot be imported.
@@ -61,14 +61,14 @@ def check_available() -> None:
 
 @dataclass(frozen=True)
 class AutotuneSettings:
-    """The settings of the search for threshold, cycle and cache; rank 0 decides for all ranks.
+    """The settings of autotuning, in which rank 0 searches for the best fusion threshold, cycle time and cache switch.
 
     Attributes:
         log: the path of a file that gets a line per sample; None: no file.
         warmup_samples: the number of samples that are thrown away at first.
         steps_per_sample: the training steps of one score; five scores make a sample.
         max_samples: the number of points to try for threshold and cycle.
-        noise: the variance of a score that the Gaussian process takes for noise, as a part of that of all scores, 0 to 1.
+        noise: the part, from 0 to 1, of the variance of all scores that the Gaussian process takes for noise of measurement.
         fixed: names of fields of ``Knobs`` that the user has set, and that are not searched for.
     """
 
@@ -80,7 +80,7 @@ class AutotuneSettings:
     fixed: frozenset[str] = field(default_factory=frozenset)
 
     def __call__(self, settings: Settings) -> GaussianTuner:
-        """Make the tuner, on rank 0.
+        """Return a tuner with these settings. The engine calls this on rank 0.
 
         Raises:
             UsageError: scikit-learn is missing; the log cannot be written.
@@ -92,7 +92,7 @@ class AutotuneSettings:
 
 
 class GaussianTuner:
-    """The search that the module describes. Only one thread may call it.
+    """Searches for the engine settings with the best throughput, by a Gaussian process over measured scores. Not thread-safe.
 
     Args:
         settings: how to search.
@@ -107,7 +107,7 @@ class GaussianTuner:
         self.best: tuple[Knobs, float] | None = None
         self._settings = settings
         self._warmups_left = settings.warmup_samples
-        self._times: Counter[str] = Counter()  # how often each name was submitted since the last score
+        self._times: Counter[str] = Counter()  # by tensor name: its submissions since the last score
         self._bytes, self._seconds = 0, 0.0
         self._scores: list[float] = []
         self._log = Path(settings.log) if settings.log else None
@@ -121,12 +121,12 @@ class GaussianTuner:
         self._tried = next(self._search)
 
     def observe(self, names: Iterable[str], num_bytes: int, seconds: float) -> Knobs | None:
-        """Count the tensors, bytes and seconds of a round; return new values to use, or None to keep them. See ``Tuner``."""
+        """Count a round's tensors, bytes and seconds; return new engine settings, or None to keep the present ones."""
         if self.best is not None:
             return None
         names = list(names)
         is_over = any(self._times[name] >= self._settings.steps_per_sample for name in names) and self._seconds > 0
-        score = self._bytes / (self._seconds * 1e6) if is_over else None  # this round counts for the next score
+        score = self._bytes / (self._seconds * 1e6) if is_over else None  # this round belongs to the next score
         if is_over:
             self._times.clear()
             self._bytes, self._seconds = 0, 0.0
@@ -156,7 +156,7 @@ class GaussianTuner:
         return self._tried if self._tried != before else None
 
     def _searching(self, start: Knobs, fixed: frozenset[str]) -> _Search:
-        """Yield the next values to try, and get their score from ``send``; return the best values and their score."""
+        """Yield engine settings to try, and receive the score of each by ``send``; return the best settings and their score."""
         samples = [(start, (yield start))]
         space = _Space(start, fixed)
         points: list[tuple[float, ...]] = []
@@ -182,7 +182,7 @@ class GaussianTuner:
     def _write(self, knobs: Knobs, score: float) -> None:
         if self._log is None:
             return
-        # The first three columns are switches of Horovod that this engine does not have. An adaptive cycle (None) is 0.
+        # The log's first three columns are switches of Horovod that this engine lacks: 0. An adaptive cycle (None) is 0, too.
         row = (0, 0, 0, int(knobs.use_cache), knobs.cycle_time_ms or 0, knobs.fusion_threshold_bytes, score)
         try:
             with self._log.open("a") as file:
@@ -193,7 +193,7 @@ class GaussianTuner:
 
 
 class _Space:
-    """The space of the search: a dimension from 0 to 1 for each of threshold and cycle time that is not fixed."""
+    """The search space of autotuning: a dimension, scaled to 0..1, for each of fusion threshold and cycle time not fixed."""
 
     def __init__(self, start: Knobs, fixed: frozenset[str]) -> None:
         self._start = start
@@ -202,7 +202,7 @@ class _Space:
         self.num_dims = self._has_threshold + self._has_cycle
 
     def first(self, number: int) -> tuple[float, ...]:
-        """Return one of the four fixed points by its number."""
+        """Return point ``number`` of ``FIRST_POINTS``, with which the search begins, scaled to 0..1."""
         threshold_mb, cycle_ms = FIRST_POINTS[number]
         point = [threshold_mb / MAX_THRESHOLD_MB] if self._has_threshold else []
         if self._has_cycle:
@@ -210,7 +210,7 @@ class _Space:
         return tuple(point)
 
     def knobs(self, point: tuple[float, ...]) -> Knobs:
-        """Return the threshold and cycle time of a point."""
+        """Return the engine settings at a point of the search space."""
         knobs = self._start
         if self._has_threshold:
             knobs = knobs._replace(fusion_threshold_bytes=round(point[0] * MAX_THRESHOLD_MB * 2**20))
@@ -221,7 +221,7 @@ class _Space:
 
 
 def _most_promising(points: list[tuple[float, ...]], scores: list[float], noise: float) -> tuple[float, ...]:
-    """Return the point with the highest expected improvement over the best so far.
+    """Return the point to try next: of many random ones, that with the highest expected improvement over the best score.
 
     Args:
         points: the points that were tried, from 0 to 1 in each dimension.
@@ -239,7 +239,7 @@ def _most_promising(points: list[tuple[float, ...]], scores: list[float], noise:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # with few points scikit-learn warns that fitted parameters are at their bounds
         process.fit(np.array(points), np.array(scores))
-    # The seed makes the choice reproducible for the same scores.
+    # With this seed the same scores always lead to the same choice.
     candidates = np.random.default_rng(len(points)).random((_NUM_CANDIDATES, len(points[0])))
     mean, deviation = process.predict(candidates, return_std=True)
     improvement = expected_improvement(mean, deviation, float(np.max(process.predict(np.array(points)))))

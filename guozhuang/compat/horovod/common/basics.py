@@ -55,9 +55,9 @@ class HorovodBasics:
     Product = int(Reduction.PRODUCT)
 
     def init(self, comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-        """Meet the other ranks and start the engine. A second call only finds process sets again, or allows dynamic ones.
+        """Connect to the other ranks and start the engine. A second call only looks up process sets, or allows dynamic ones.
 
-        Every process that the launcher started must call, also those that are in another Horovod world by their ``comm``.
+        Every process that the launcher started must call this, even if its ``comm`` puts it into another Horovod world.
 
         Args:
             comm: None for all processes; the ranks of some of them in rising order; or an mpi4py communicator. The processes
@@ -80,7 +80,7 @@ class HorovodBasics:
         listed = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
         here = state()
         if here is not None and not _is_current(here):
-            self.shutdown()  # the world of guozhuang below it has ended, with all groups
+            self.shutdown()  # the ``guozhuang`` world on which it was made has ended, so its groups are gone
             here = None
         if here is not None:
             _check_same(comm, here)
@@ -91,7 +91,7 @@ class HorovodBasics:
             return
         if dynamic:
             horovod_variables.set_dynamic_process_sets()
-        variables = horovod_variables.read()  # raises for wrong values before this rank waits for others
+        variables = horovod_variables.read()  # read first: a wrong value raises before this rank waits for others
         horovod_variables.set_log_level(variables)
         os.environ.update(EXTENSION.defaults(os.environ))
         settings = horovod_variables.settings_from(variables)
@@ -103,7 +103,7 @@ class HorovodBasics:
             worker.enter(lambda membership: self._enter(comm, listed, settings, membership))
 
     def shutdown(self) -> None:
-        """Leave the world, if this process is in one. It is also called at exit, and by ``guozhuang.shutdown()``.
+        """Leave the Horovod world, if this process is in one. Also called at exit, and by ``guozhuang.shutdown()``.
 
         Waits a few seconds for the other ranks to leave too. Unfinished collectives fail with ``HorovodInternalError``, here
         and on ranks that wait for this one. ``init`` may be called again afterwards, by every rank.
@@ -125,8 +125,8 @@ class HorovodBasics:
     def _enter(
         self, comm: Any, listed: Sequence[ProcessSet], settings: Settings, membership: Membership | None = None
     ) -> None:
-        """Make the Horovod world, and register the process sets of ``listed``. Leave nothing behind when it raises."""
-        variables = horovod_variables.read()  # read again: in an elastic run the rank has just been written there
+        """Create this process's Horovod world and register the process sets in ``listed``; undo all of it on an error."""
+        variables = horovod_variables.read()  # read again: an elastic run has just set the rank's variables
         made_world = gz_world.current() is None
         world = gz_world.init(timeout_s=membership.world_timeout_s) if membership and made_world else gz_world.init()
         try:
@@ -183,11 +183,11 @@ class HorovodBasics:
         required().engine.stop_timeline()
 
     def rank(self) -> int:
-        """Return the rank of this process, from 0. Like the methods below it raises ValueError before ``init``."""
+        """Return the rank of this process, from 0. Like all queries of ranks and sizes it raises ValueError before ``init``."""
         return required().rank
 
     def size(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of ranks in the Horovod world."""
         return required().size
 
     def local_rank(self) -> int:
@@ -211,24 +211,24 @@ class HorovodBasics:
         return required().place.is_homogeneous
 
     def mpi_threads_supported(self) -> bool:
-        """Raise ValueError: no collective uses MPI here."""
+        """Raise ValueError, because Guozhuang's collectives never use MPI."""
         required()
         raise ValueError(explain("MPI carries nothing here, so there is no answer", fix="ask mpi_enabled() first"))
 
     def mpi_enabled(self) -> bool:
-        """Tell whether MPI carries the collectives: never. It may start the ranks, like any other launcher."""
+        """Return False: MPI never carries the collectives, though it may start the ranks, like any other launcher."""
         return False
 
     def mpi_built(self) -> bool:
-        """Tell whether MPI could carry the collectives: no."""
+        """Return False: the collectives cannot be carried by MPI."""
         return False
 
     def gloo_enabled(self) -> bool:
-        """Tell whether ranks agree without MPI: always."""
+        """Return True, as Horovod does where ranks coordinate without MPI."""
         return True
 
     def gloo_built(self) -> bool:
-        """Tell whether ranks can agree without MPI: yes."""
+        """Return True, as Horovod does if it was built to coordinate ranks without MPI."""
         return True
 
     def nccl_built(self) -> int:
@@ -236,15 +236,15 @@ class HorovodBasics:
         if not dist.is_nccl_available():
             return 0
         major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]
-        thousands = (major, minor) <= (2, 8)  # 2.8.4 is 2804, 2.9.6 is 20906
+        thousands = (major, minor) <= (2, 8)  # NCCL writes version 2.8.4 as 2804, but 2.9.6 as 20906
         return int(major * 1000 + minor * 100 + patch if thousands else major * 10000 + minor * 100 + patch)
 
     def ddl_built(self) -> bool:
-        """Tell whether IBM's DDL is built in: no."""
+        """Return False: IBM's DDL is not built in."""
         return False
 
     def ccl_built(self) -> bool:
-        """Tell whether Intel's oneCCL is built in: no."""
+        """Return False: Intel's oneCCL is not built in."""
         return False
 
     def cuda_built(self) -> bool:
@@ -269,7 +269,7 @@ def _entered(
     *,
     made_world: bool,
 ) -> HorovodState:
-    """Start the engine on the ranks that ``comm`` chooses; return the state of the Horovod world. Every process must call."""
+    """Start the engine on the ranks that ``comm`` chooses; return the Horovod world's state. Every process must call this."""
     group, made_group = dist.group.WORLD, None
     assert group is not None, "guozhuang.world.init made or found it"
     world_ranks = _chosen(comm, world.size)
@@ -346,7 +346,7 @@ def _engine(group: dist.ProcessGroup, settings: Settings) -> NamedEngine:
 
 
 def _places(engine: NamedEngine, world: World) -> list[tuple[int, int]]:
-    """Gather from all ranks, and return, the node rank and local rank that the launcher gave to each."""
+    """Return (node rank, local rank) of each rank as its launcher gave them, gathered from all ranks."""
     mine = torch.tensor([[world.node_rank, world.local_rank]])
     try:
         (found,) = engine.world.submit(Submission(Kind.ALLGATHER, "guozhuang.places", (mine,))).wait()

@@ -1,4 +1,4 @@
-"""Elastic training: a function that continues from the last committed state after ranks were lost or added.
+"""Elastic training: a training function continues from the last committed state after ranks were lost or added.
 
 [Note: elastic run] ``run_fn`` calls the user's function, and calls it again after each change::
 
@@ -33,12 +33,12 @@ from .exceptions import HorovodInternalError, HostsUpdatedInterrupt
 if TYPE_CHECKING:
     from guozhuang.compat.horovod.runner.elastic.worker import Membership
 
-_ONLY_REMOVED = 1  # the value of HostUpdateResult.removed
+_ONLY_REMOVED = 1  # equals ``HostUpdateResult.removed``, whose module is not imported here
 _log = logging.getLogger("guozhuang")
 
 
 class State(abc.ABC):
-    """The state from which elastic training can continue. Subclasses hold it; this class checks for changes of hosts.
+    """The state of an elastic training. Subclasses save and restore it; this base class checks for added and removed hosts.
 
     Args:
         bcast_object: broadcasts an object from rank 0 and returns it on every rank.
@@ -61,7 +61,7 @@ class State(abc.ABC):
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Reset all that depends on the set of ranks, which has changed. ``run`` calls this."""
+        """Adapt the state to a changed set of ranks by ``reset`` and the callbacks. ``hvd.elastic.run`` calls this."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -111,18 +111,18 @@ class State(abc.ABC):
 
     @abc.abstractmethod
     def restore(self) -> None:
-        """Return to the state that was saved last."""
+        """Set the state back to the copy that was saved last."""
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Replace the state by that of rank 0, and save it. Every rank must call."""
+        """Replace the state by that of rank 0, and save it. Every rank must call this."""
 
     def reset(self) -> None:  # noqa: B027 - most states have nothing that depends on it
         """Rebuild the parts of the state that depend on the set of ranks, which has changed. Called before reset callbacks."""
 
 
 class ObjectState(State):
-    """A state of plain attributes: numbers, lists, any objects that can be pickled.
+    """The state of an elastic training as plain attributes: numbers, lists, any objects that can be pickled.
 
     Args:
         bcast_object: broadcasts an object from rank 0 and returns it on every rank.
@@ -137,7 +137,7 @@ class ObjectState(State):
             setattr(self, name, value)
         self._saved_state = self._copied()
 
-    if TYPE_CHECKING:  # the names of its attributes are known at run time only
+    if TYPE_CHECKING:  # for type checkers, since a state's attributes are named at run time only
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -153,7 +153,7 @@ class ObjectState(State):
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Broadcast the *present* attributes of rank 0, and save them. Every rank must call.
+        """Broadcast the *present* attributes of rank 0, and save them. Every rank must call this.
 
         Horovod broadcasts the ones that rank 0 has saved. These match the models and optimizers, whose present values are
         synced, only right after a commit or a restore.
@@ -171,10 +171,10 @@ class ObjectState(State):
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
-    """Wrap a training function, whose first argument is a ``State``. See [Note: elastic run].
+    """Wrap a training function so that it is called again after each change of the ranks. See [Note: elastic run].
 
     Args:
-        func: called as ``func(state, ...)``, and again with the same arguments after each change.
+        func: called as ``func(state, ...)`` with a ``State``, and again with the same arguments after each change.
         reset: leaves the world and enters the next one.
 
     Returns:
@@ -214,7 +214,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[...,
 
 
 def _come_back(reset: Callable[[], None], may_skip_sync: bool) -> bool:
-    """Enter the next world; return whether all its ranks may skip the sync. See [Note: who may skip a sync].
+    """Enter the next world; return whether all its ranks may skip the sync of the state. See [Note: who may skip a sync].
 
     If a rank is lost before that world is complete, ``init`` joins the one after it, and reports that a sync is needed.
     """
@@ -225,13 +225,13 @@ def _come_back(reset: Callable[[], None], may_skip_sync: bool) -> bool:
 
 
 def _has_state() -> None:
-    """Note for the driver, if there is one, that this process holds the trained state."""
+    """Record, for the next report to the elastic driver if there is one, that this process holds the trained state."""
     if elastic_variables.driver() is not None:
         _membership().has_state = True
 
 
 def _heard(rank: int) -> list[tuple[float, int]]:
-    """Return the changes of hosts that the driver has reported since the last call, on rank 0; on other ranks nothing."""
+    """Return the changes of hosts that the driver has reported since the last call; an empty list on ranks other than 0."""
     if rank != 0 or elastic_variables.driver() is None:
         return []
     return [(each.timestamp, int(each.result)) for each in _membership().updates()]

@@ -11,13 +11,13 @@ from guozhuang.compat.horovod.common.variables import parsed
 from guozhuang.errors import UsageError, explain
 
 DEFAULT_TIMEOUT_S = 600
-# Stands in the variable before the process id of the worker, once ``claim`` has added it.
+# ``claim`` appends this text and the worker's process id to the variable.
 _CLAIMED_BY = " by "
 
 
 @dataclass(frozen=True)
 class Driver:
-    """The address of the driver, and its number for this worker.
+    """The address of an elastic run's driver, and the number by which the driver knows this worker.
 
     Attributes:
         host: the address of the driver's store from here, always on loopback.
@@ -33,7 +33,7 @@ class Driver:
 
 
 def driver(environ: Mapping[str, str] | None = None) -> Driver | None:
-    """Return the driver that started this process; None if none did. Only this tells whether a run is elastic.
+    """Return the elastic driver that started this process, or None. Callers learn from this whether the run is elastic.
 
     Processes that a worker forks or starts get None as well: each worker number belongs to one process. See ``claim``.
 
@@ -63,7 +63,7 @@ def driver(environ: Mapping[str, str] | None = None) -> Driver | None:
 
 
 def claim() -> None:
-    """Add the id of this process to the variable, so that processes it starts, which inherit it, are not taken for workers."""
+    """Add this process's id to the driver's variable, so that child processes, which inherit it, are not taken for workers."""
     text = os.environ[VARIABLE].strip()
     assert driver() is not None
     if _CLAIMED_BY not in text:
@@ -71,7 +71,7 @@ def claim() -> None:
 
 
 def verdict_key(round_number: int) -> str:
-    """Return the key of the driver's store where ranks that wait for each other look for a reason to stop waiting.
+    """Return the key in the driver's store under which ranks that wait for each other find a reason to stop waiting.
 
     ``net.meet.roll_call`` uses this key in the first world of that round, under the prefix that ``session.meet`` chooses.
     """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed: ranks submitted different operations, a peer is gone, or the world was left before it was done.
+    """A collective failed: ranks submitted different operations, a peer is gone, or ``hvd.shutdown`` came before its end.
 
-    If ranks only submitted different operations, later collectives still work. ``hvd.elastic.run`` handles it: it restores
-    the last committed state and enters the next world.
+    If ranks only submitted different operations, later collectives still work. ``hvd.elastic.run`` handles this error: it
+    restores the last committed state and enters the next world.
     """
 
 
@@ -24,7 +24,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Parts of two different versions are installed together."""
+    """Parts of two different versions of a package are installed together."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))
@@ -34,7 +34,7 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """Return the text that names the version of ``name`` that is needed, and the installed one."""
+    """Return an error text that names the needed version of the package ``name``, and the installed one."""
     return (
         f"this was made for {name} {version}, but {name} {installed_version} is installed. "
         f"Fix: install {name} {version}, or install this again next to the version that is there."

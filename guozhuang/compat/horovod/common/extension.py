@@ -1,4 +1,4 @@
-"""The variables and folder by which every run accepts Horovod scripts, and further variables for those of ``horovodrun``."""
+"""The environment variables and import folder that launchers need for Horovod scripts, and those that ``horovodrun`` adds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 from guozhuang.launch.request import Extension, with_folders
 
-# The variable that holds a worker's number and the address of the driver of an elastic run.
+# In an elastic run this environment variable holds a worker's number and the address of the driver.
 ELASTIC = "GUOZHUANG_HOROVOD_ELASTIC"
 # Variables by which a launcher gives one process its rank and sizes; runs that the process starts do not inherit them.
 OF_A_PROCESS = tuple(
@@ -35,5 +35,5 @@ OF_HOROVODRUN = dataclasses.replace(
         "HOROVOD_CPU_OPERATIONS": "gloo",
     },
 )
-#: The folder's path on this machine.
+#: The path of ``FOLDER`` on this machine.
 ON_PATH = with_folders("", EXTENSION.python_path)["PYTHONPATH"]

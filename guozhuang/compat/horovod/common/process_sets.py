@@ -23,7 +23,7 @@ _NOT_DYNAMIC = (
 )
 
 
-# A script may give lists of ranks or communicators of mpi4py. mpi4py is imported only for the latter.
+# Scripts may give lists of ranks or mpi4py communicators; mpi4py is imported only when a communicator is given.
 
 
 def is_communicator(given: object) -> TypeGuard[Any]:
@@ -115,7 +115,7 @@ class ProcessSet:
         return member.ranks.index(mine)
 
     def included(self) -> bool | None:
-        """Return whether this process is a member; None while the set is not registered."""
+        """Return whether this process is a member of the set; None while the set is not registered."""
         member = self._member()
         return None if member is None else required().rank in member.ranks
 
@@ -187,7 +187,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def register(process_set: ProcessSet, ranks: tuple[int, ...], here: HorovodState) -> None:
-    """Make the channel of a process set and give it the next id. Every rank of the world must call."""
+    """Create the engine's channel for a process set, and give the set the next id. Every rank of the world must call this."""
     try:
         channel = here.engine.add(ranks, called="process set")
     except (NegotiationError, WorldError) as error:

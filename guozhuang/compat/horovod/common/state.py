@@ -45,7 +45,7 @@ class SetMember:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def full_name(self, operation: str, name: str | None) -> str:
-        """Return the name by which ranks match. See [Note: unnamed operations]."""
+        """Return the name by which ranks match an operation in this process set. See [Note: unnamed operations]."""
         if name is not None:
             return f"{operation}.{name}"
         with self._lock:
@@ -54,20 +54,20 @@ class SetMember:
         return f"{operation}.noname.{count}"
 
     def take_back(self, operation: str, full_name: str) -> None:
-        """Release the name of an unnamed operation that was not submitted, unless a later name was given out since."""
+        """Let the next unnamed operation reuse the name of one that was not submitted, unless a later name is in use."""
         with self._lock:
             count = self._counts.get(operation, 0)
             if full_name == f"{operation}.noname.{count - 1}":
                 self._counts[operation] = count - 1
 
     def count_again(self) -> None:
-        """Count unnamed operations from 0 again; all ranks must do so at the same point. See [Note: unnamed operations]."""
+        """Restart the count of unnamed operations at 0, at the same point on all ranks. See [Note: unnamed operations]."""
         with self._lock:
             self._counts.clear()
 
 
 class RankPlace(NamedTuple):
-    """The place of a rank among the nodes.
+    """The position of a rank on its node and across the nodes, as ``hvd.local_rank``, ``hvd.cross_rank`` and others return it.
 
     Attributes:
         local_rank: its index among the ranks of its node.
@@ -141,12 +141,12 @@ def required() -> HorovodState:
 
 
 def set_state(new: HorovodState | None) -> None:
-    """Set the Horovod world of this process, or None; only ``basics`` calls this."""
+    """Record the Horovod world that this process has entered, or None after it has left; only ``basics`` calls this."""
     _current.state = new
 
 
 def place_of(rank: int, given: Sequence[tuple[int, int]]) -> RankPlace:
-    """Return the place of a rank among the nodes.
+    """Return the ``RankPlace`` of a rank, computed from the node rank and local rank of every rank.
 
     Args:
         rank: the rank in the Horovod world.
@@ -169,7 +169,7 @@ def place_of(rank: int, given: Sequence[tuple[int, int]]) -> RankPlace:
 
 
 def compare_worlds(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-    """Check that no process is in two worlds. Every process must call; only those whose world is not all of them wait.
+    """Check that no process is in two Horovod worlds. Every process must call; one whose world has all processes does not wait.
 
     Args:
         group: the group of all processes.

@@ -39,7 +39,7 @@ __all__ = [
 
 _Item = TypeVar("_Item")
 _basics = HorovodBasics()
-# Horovod builds an extension for each framework; only PyTorch is served here.
+# Horovod has an extension for each framework; Guozhuang supports only that for PyTorch.
 _EXTENSIONS = ("torch",)
 _cache = functools.cache
 
@@ -53,7 +53,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Check that a framework's extension is available, as ``horovod.torch`` always is.
+    """Raise ImportError if a framework's Horovod extension is not available: only ``horovod.torch`` is.
 
     Args:
         ext_name: the name of the extension, such as "horovod.torch".
@@ -75,7 +75,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def _shown(name: str, ask: Callable[[], bool | int]) -> Callable[..., Any]:
-    """Return a function with the result of a method of ``HorovodBasics``, which also prints it if called with ``verbose``."""
+    """Return a function that calls ``ask``, a method of ``HorovodBasics``, and prints the result if called with ``verbose``."""
 
     def built(verbose: bool = False) -> bool | int:
         found = ask()

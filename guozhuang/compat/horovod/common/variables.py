@@ -19,7 +19,7 @@ from .autotune import AutotuneSettings, check_available
 _BEGIN = "HOROVOD_"
 _log = logging.getLogger("guozhuang")
 
-# The variables that this process has named in its log already.
+# Names of variables without effect that this process has logged already; each is logged only once.
 _named: set[str] = set()
 
 
@@ -51,7 +51,7 @@ class HorovodVariables:
     elastic: bool | None = None
     elastic_timeout: float | None = None
     start_timeout: float | None = None
-    # The place of this process, as the launcher gave it.
+    # The host, rank and sizes of this process, as its launcher gave them.
     hostname: str | None = None
     rank: int | None = None
     size: int | None = None
@@ -80,7 +80,7 @@ class HorovodVariables:
 
 
 def read(environ: Mapping[str, str] | None = None) -> HorovodVariables:
-    """Read and check the variables of an environment.
+    """Read and check all HOROVOD_* variables of an environment.
 
     Args:
         environ: the environment; None: the one of this process.
@@ -100,7 +100,7 @@ def read(environ: Mapping[str, str] | None = None) -> HorovodVariables:
 
 
 def parsed(name: str, value: object, where: str) -> Any:
-    """Return the value of a field of ``HorovodVariables`` that is written as a text.
+    """Convert the text of a variable to the type of its field of ``HorovodVariables``, and check that it is allowed.
 
     Args:
         name: the name of the field.
@@ -124,9 +124,9 @@ def set_dynamic_process_sets() -> None:
 
 
 def without_meaning(variables: HorovodVariables) -> list[str]:
-    """Return the set variables that have no effect here, except those whose value asks for the behaviour that Guozhuang has.
+    """Return the names of variables that are set without effect, except where the value asks for Guozhuang's own behaviour.
 
-    Some have an effect only in processes of ``horovodrun``, which gives them their rank by variables.
+    Some variables have an effect only in processes of ``horovodrun``, which passes each process its rank by variables.
     """
     inert = dict(_INERT)
     if variables.rank is None or variables.size is None:
@@ -161,7 +161,7 @@ def check_world(variables: HorovodVariables, rank: int, size: int) -> None:
 
 
 def log_what_means_nothing(rank: int, variables: HorovodVariables | None = None) -> None:
-    """Log on rank 0 which set variables have no effect; a process names each only once.
+    """Log on rank 0 the names of HOROVOD_* variables that are set without effect, each once per process.
 
     Args:
         rank: the rank of this process; only rank 0 logs.
@@ -180,13 +180,13 @@ def log_what_means_nothing(rank: int, variables: HorovodVariables | None = None)
         _log.warning("%s: %s", what, ", ".join(names))
 
 
-# Fields that have an effect only in processes of horovodrun.
+# Fields of ``HorovodVariables`` that have an effect only in processes that horovodrun starts.
 _OF_HOROVODRUN = (
     "start_timeout", "elastic", "hostname", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
 )  # fmt: skip
-# The fields without effect, each with the values that ask for the behaviour that Guozhuang has anyway.
+# Fields of ``HorovodVariables`` without effect, each with the values that ask for the behaviour that Guozhuang has anyway.
 _INERT: dict[str, tuple[object, ...]] = {
-    "log_hide_time": (True,),  # the log has no dates, so only False asks for something else
+    "log_hide_time": (True,),  # True asks for a log without dates, as Guozhuang's is anyway
     "hierarchical_allreduce": (False,),
     "hierarchical_allgather": (False,),
     "torus_allreduce": (False,),
@@ -217,7 +217,7 @@ def _name(field: str) -> str:
 
 
 class _NotAllowedError(Exception):
-    """A text is not allowed; the text of the error describes those that are."""
+    """The text of a variable is no allowed value; the message of the error describes the allowed values."""
 
 
 def _switch(field: str, text: str) -> bool:
@@ -272,7 +272,7 @@ _WHOLE_RANGES: dict[str, tuple[int, int | None]] = {
 _PARSERS: dict[str, Callable[[str, str], object]] = {"bool": _switch, "int": _whole, "float": _decimal, "str": _text}
 
 
-# The engine's settings that follow from the variables.
+# The functions below derive the engine's settings and the log level from the variables.
 
 # Variables that, if set, fix a value that autotuning would search for, and the field of ``Knobs`` that each fixes.
 _FIXES = {"fusion_threshold": "fusion_threshold_bytes", "cycle_time": "cycle_time_ms", "cache_capacity": "use_cache"}
@@ -287,7 +287,7 @@ _LEVELS = {
 
 
 def settings_from(variables: HorovodVariables) -> Settings:
-    """Return the engine's settings; those whose variable is not set keep their defaults.
+    """Return the engine's settings as HOROVOD_* variables give them; a setting without a variable keeps its default.
 
     Raises:
         UsageError: autotuning is asked for, and scikit-learn is missing.

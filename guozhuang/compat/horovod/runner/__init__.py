@@ -12,7 +12,7 @@ __all__ = ["run"]
 
 
 class _Unsaid(int):
-    """A default number; its type tells it from the same number given by the caller."""
+    """The type of a default argument, to distinguish it from the same number passed by the caller."""
 
 
 _ONE = _Unsaid(1)

@@ -151,7 +151,7 @@ def _add_controllers(parser: argparse.ArgumentParser) -> None:
 
 
 class _ConfigFile(argparse.Action):
-    """Keep the path, and forget the options before it, which the file overrides; later options override the file."""
+    """The action of ``--config-file``: the file overrides options before it, and options after it override the file."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -179,7 +179,7 @@ def _read(path: str) -> object:
 
 
 def check_counts(found: argparse.Namespace) -> None:
-    """Fill in the number of processes, and check all counts and time-outs.
+    """Set a missing number of processes to the smallest one allowed (``--min-np``), and check all counts and time-outs.
 
     Raises:
         UsageError: a number that makes no sense.
@@ -213,7 +213,7 @@ def check_counts(found: argparse.Namespace) -> None:
 
 
 def check_ssh(found: argparse.Namespace) -> None:
-    """Check the options for ssh, also if no host is to be reached by it.
+    """Check the port and key file given for ssh, even if no host is reached over ssh.
 
     Raises:
         UsageError: the port is not one of TCP, or the file cannot be read.

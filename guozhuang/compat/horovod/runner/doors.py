@@ -1,4 +1,4 @@
-"""The doors of the host of ``horovodrun``: processes on other hosts reach a store of its process through them."""
+"""``Door`` listeners on the host of ``horovodrun``, through which processes on other hosts reach the store of its process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("guozhuang")
 
 
 class Doors:
-    """The doors of this host, one on each of its addresses, from the first ``open`` on.
+    """The ``Door`` listeners of this host, one on each of its addresses. The first call of ``open`` creates them.
 
     Args:
         store_port: the port of the store on loopback.
@@ -34,7 +34,7 @@ class Doors:
         self.secret = secrets.token_bytes(_SECRET_BYTES)
 
     def open(self) -> list[tuple[str, int]]:
-        """Open the doors if need be; return the address and port of each, loopback last, since no other host can reach it.
+        """Open a ``Door`` on each address unless done before; return their addresses and ports, the loopback one last.
 
         Raises:
             UsageError: an interface that was named does not exist, or has no address.
@@ -50,7 +50,7 @@ class Doors:
         return [door.address for door in self._doors]
 
     def close(self) -> None:
-        """Close the doors, and all connections through them."""
+        """Close the ``Door`` listeners, and all connections through them."""
         for door in self._doors:
             door.close()
         self._doors = []
@@ -68,7 +68,7 @@ class Doors:
 
 
 def enter(doors: Sequence[tuple[str, int]], secret: bytes, limit_s: float = 0.0) -> tuple[Passage, str]:
-    """Return a passage through the first door that lets this process in, and the address of that door.
+    """Return a ``Passage`` to the store behind the first ``Door`` that accepts this process, and the address of that door.
 
     Args:
         doors: address and port of each door, in the order in which to try them.

@@ -13,7 +13,7 @@ from guozhuang.errors import UsageError, explain
 
 @dataclass(frozen=True)
 class Setting:
-    """One such option. ``common.variables`` has the values that are allowed.
+    """An option of ``horovodrun`` that ranks get as a variable HOROVOD_*. ``common.variables`` defines its allowed values.
 
     Attributes:
         name: the name of the option, with underscores: cycle_time_ms for ``--cycle-time-ms``.
@@ -33,11 +33,11 @@ class Setting:
 
     @property
     def option(self) -> str:
-        """The option as it is written on the command line."""
+        """Return the option as it is written on the command line, such as ``--cycle-time-ms``."""
         return "--" + self.name.replace("_", "-")
 
     def checked(self, value: Any, where: str) -> Any:
-        """Return the value if it is allowed.
+        """Check that a value is allowed for this option, and return it.
 
         Args:
             value: the value from the command line or the file.
@@ -149,18 +149,18 @@ SETTINGS = (
 
 
 class Store(argparse.Action):
-    """Store the value, and add the option to ``given_later``: the options after the last ``--config-file``, which win."""
+    """Stores an option's value, and records that it was given after the last ``--config-file`` and so overrides the file."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        """Store the value; argparse calls this for each option."""
+        """Store the option's value; argparse calls this each time the option is given."""
         setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
         namespace.given_later = {*getattr(namespace, "given_later", ()), self.dest}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each setting."""
+    """Add a command-line option to ``parser`` for each of ``SETTINGS``."""
     group = parser.add_argument_group("how the engine works")
     for each in SETTINGS:
         if each.off is not None:
@@ -224,7 +224,7 @@ def _take_section(
 
 
 def variables(found: argparse.Namespace) -> dict[str, str]:
-    """Return the variables HOROVOD_* for the environment of the ranks.
+    """Return the given options as variables HOROVOD_* for the environment of the ranks.
 
     Raises:
         UsageError: a number that is not allowed.
@@ -243,7 +243,7 @@ def variables(found: argparse.Namespace) -> dict[str, str]:
     return values
 
 
-# By section and key: the setting, and whether the key means the opposite of it.
+# For each section and key of a configuration file: its ``Setting``, and whether the key means the opposite of the switch.
 _KEYS: dict[str, dict[str, tuple[Setting, bool]]] = {}
 for _each in SETTINGS:
     _section, _key = _each.section

@@ -18,7 +18,7 @@ from guozhuang.launch.console.say import say
 from guozhuang.launch.hosts import ssh
 
 _TASK = "guozhuang.compat.horovod.runner.task"
-# Options of `guozhuang run`, whose names differ from those of horovodrun, and options that `horovod.run` has by another name.
+# Options of `guozhuang run` and horovodrun that an error's text may name, with the arguments of `horovod.run` to name instead.
 _OTHER_NAMES = {
     "--ssh-identity": "ssh_identity_file", "--copy-output": "output_filename", "--interface": "network_interfaces",
     "--network-interfaces": "network_interfaces", "horovodrun": "horovod.run",
@@ -82,7 +82,7 @@ def _run(found: argparse.Namespace, mailbox: Mailbox) -> int:
     """Run the processes to their end; return the number of results to expect."""
     failures: list[str] = []
     code = launch.run_job(found, failures.append, mailbox.variables)
-    if code == 128 + signal.SIGINT and not failures:  # Ctrl-C ended this process; a rank ended by SIGINT is in failures
+    if code == 128 + signal.SIGINT and not failures:  # Ctrl-C ended the launcher; for a rank, ``failures`` has a text
         raise KeyboardInterrupt
     if failures or code != 0:
         raise RuntimeError("\n".join(failures) or f"the run ended with exit code {code}; see what was said before")

@@ -113,7 +113,7 @@ def _features() -> str:
     """Return the table of ``--check-build``: which features are available, in Horovod's order, then Guozhuang's own."""
     import torch
 
-    from guozhuang.compat.horovod.common import util  # imported late: it imports the engine
+    from guozhuang.compat.horovod.common import util  # imported late: loads the engine, which runs do not need
 
     frameworks = {"TensorFlow": False, "PyTorch": True, "MXNet": False}
     controllers = {"MPI": util.mpi_built(), "Gloo": util.gloo_built()}

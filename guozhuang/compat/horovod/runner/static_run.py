@@ -24,7 +24,7 @@ _log = logging.getLogger("guozhuang")
 
 
 def run(found: argparse.Namespace, failed: Callable[[str], None], more: Mapping[str, str] | None = None) -> int:
-    """Start the processes and stay until the last one has ended.
+    """Start the fixed number of processes, and wait until the last one has ended.
 
     Args:
         found: the command line, as ``arguments.parse`` returns it.
@@ -84,7 +84,7 @@ def places(found: argparse.Namespace) -> list[tuple[str, int]]:
 
 
 def words_for(found: argparse.Namespace, placed: Sequence[tuple[str, int]]) -> tuple[list[str], dict[str, str]]:
-    """Return the command line of ``guozhuang run``, and the variables of this environment that other hosts get in addition.
+    """Translate the options to a command line of ``guozhuang run``; return it, and the variables to send to other hosts.
 
     Raises:
         UsageError: an option that has no use without other hosts; srun or mpirun started several horovodruns, and no host was
@@ -126,5 +126,5 @@ def variables_for(found: argparse.Namespace) -> dict[str, str]:
         values["NCCL_IB_DISABLE"] = "1"
     if found.start_timeout is not None:
         values["HOROVOD_START_TIMEOUT"] = f"{found.start_timeout:g}"
-    horovod_variables.read(values)  # raises here for a value that the processes would refuse
+    horovod_variables.read(values)  # a value that the processes would refuse raises here
     return values

@@ -1,4 +1,4 @@
-"""``horovod.run``'s function on its way to the processes, the program that calls it there, and the results on their way back.
+"""Sends the function of ``horovod.run`` to its processes and the results back; as a program, calls the function in a process.
 
 The launcher has a ``Mailbox``, and starts each process as ``python -m guozhuang.compat.horovod.runner.task``.
 
@@ -28,14 +28,14 @@ from guozhuang.net.door import NotOurDoorError
 from guozhuang.net.store import connect, serve
 
 _LOOPBACK = "127.0.0.1"
-_LIMIT_S = 60.0  # limit for the mailbox to be reached, and for each request to its store
+_LIMIT_S = 60.0  # seconds to reach the mailbox, and for each request to its store
 # A pickle is cut into parts of this size: PyTorch's store takes no value of more than 8 MiB.
 _PART_BYTES = 4 << 20
 _FUNCTION = "function"
 
 
 class Mailbox:
-    """The launcher's side of the mailbox. ``close`` ends it.
+    """A store in the launcher's process that gives the pickled function to processes and receives their results.
 
     Args:
         function: the pickled function, for every process.
@@ -51,12 +51,12 @@ class Mailbox:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The variables by which the processes find the mailbox, for their environment."""
+        """Return the environment variables by which the processes find the mailbox."""
         doors = ",".join(f"{host}:{port}" for host, port in (self._inner, *self._outer))
         return {"GUOZHUANG_TASK": f"{self._secret.hex()}@{doors}"}
 
     def result(self, rank: int) -> bytes | None:
-        """Return the pickled result of a rank; None if it left none.
+        """Return the pickled result of a rank; None if the rank has sent none.
 
         Raises:
             WorldError: the signature is wrong, so another process has written or changed it.
@@ -65,7 +65,7 @@ class Mailbox:
         return _get(self._store, self._secret, key) if self._store.check([key]) else None
 
     def close(self) -> None:
-        """Close the doors, so that no process can connect any more."""
+        """Close the mailbox's ``Doors``, so that no process can connect any more."""
         self._doors.close()
 
 
@@ -77,10 +77,10 @@ def _put(store: dist.Store, secret: bytes, key: str, data: bytes) -> None:
     parts = [data[at : at + _PART_BYTES] for at in range(0, len(data), _PART_BYTES)]
     signature = _signature(secret, key, data)
     for number, part in enumerate(parts):
-        # The key has the signature: a rank may leave two results, in two elastic rounds, and their parts must not mix.
+        # The signature is in the key because a rank may send two results, in two elastic rounds, whose parts must not mix.
         store.set(f"{key}/{signature}/{number}", part)  # type: ignore[arg-type]  # the store takes bytes too
     store.set(key, f"{len(parts)} {signature}")
-    store.get(key)  # a set returns before the store has it; the answer to this get comes after all of them
+    store.get(key)  # ``set`` does not wait for the store; the answer to this ``get`` shows that all parts arrived
 
 
 def _get(store: dist.Store, secret: bytes, key: str) -> bytes:
@@ -97,7 +97,7 @@ def _signature(secret: bytes, key: str, data: bytes) -> str:
 
 @contextlib.contextmanager
 def visit(secret: bytes, doors: Sequence[tuple[str, int]]) -> Iterator[dist.Store]:
-    """Connect to the mailbox from one of the processes. A busy host may answer late, so it tries again for a minute.
+    """Connect to the mailbox from one of the processes; try for a minute, because a busy host may answer late.
 
     Args:
         secret: the secret of the run.
@@ -123,7 +123,7 @@ def main() -> None:
     secret, doors = _requested()
     with visit(secret, doors) as store:
         path, function = pickle.loads(_get(store, secret, _FUNCTION))
-    # The caller's path is added, so that modules beside its script can be imported.
+    # Add the ``sys.path`` of the program that called ``horovod.run``, so that modules beside its script can be imported.
     sys.path += [entry for entry in path if entry not in sys.path]
     result = cloudpickle.dumps(cloudpickle.loads(function)())
     with visit(secret, doors) as store:
@@ -131,10 +131,10 @@ def main() -> None:
 
 
 def _requested() -> tuple[bytes, list[tuple[str, int]]]:
-    """Return the secret and the doors of the mailbox that holds the function.
+    """Return the secret of the run, and the address and port of each ``Door`` of the mailbox that holds the function.
 
-    They come from environment variable GUOZHUANG_TASK, as in ``00ff...@127.0.0.1:41234,10.0.0.1:41235``. It is removed, so that
-    processes started from here do not inherit the secret.
+    Both are read from environment variable GUOZHUANG_TASK, such as ``00ff...@127.0.0.1:41234,10.0.0.1:41235``, which is then
+    removed, so that child processes do not inherit the secret.
 
     Raises:
         UsageError: the variable is missing, or holds something else.
@@ -144,13 +144,13 @@ def _requested() -> tuple[bytes, list[tuple[str, int]]]:
         found = [(host, int(port)) for host, _, port in (door.rpartition(":") for door in doors.split(","))]
         return bytes.fromhex(secret), found
     except ValueError:
-        # The value is not shown: it holds a secret.
+        # The error does not show the variable's value, which holds the secret.
         what = "environment variable GUOZHUANG_TASK does not say where the function is to be found"
         raise UsageError(explain(what, fix="this program is started by horovod.run(), not by hand")) from None
 
 
 def _rank() -> int:
-    """Return the rank of this process among all that were launched; in an elastic run its present one.
+    """Return the rank of this process among all that were launched; in an elastic run its rank in the present round.
 
     It may differ from the rank in the Horovod world: with ``hvd.init(comm=...)`` there may be several such worlds.
     """

@@ -1,6 +1,6 @@
 """Horovod's interface for PyTorch: ``import horovod.torch as hvd``.
 
-One process per device, each calls ``hvd.init()``; gradients are averaged by ``hvd.DistributedOptimizer``. Collectives are
+Each process drives one device and calls ``hvd.init()``; ``hvd.DistributedOptimizer`` averages gradients. Collectives are
 matched between ranks by name, see ``guozhuang.gradients.named``.
 """
 
@@ -31,7 +31,7 @@ __all__ += mpi_ops.__all__
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``elastic``, which few scripts need, when it is asked for."""
+    """Import the submodule ``elastic``, which few scripts need, at its first use."""
     if name == "elastic":
         return importlib.import_module(".elastic", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

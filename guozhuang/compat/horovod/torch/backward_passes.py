@@ -31,7 +31,7 @@ class HookedParameter:
 
     Attributes:
         parameter: the tensor. name: the name by which ranks match its gradients.
-        left: how many gradients it still gets in this step.
+        left: number of gradients that it still gets in this step before they are sent.
         came: whether it got a gradient in this step.
         unit: the unit in which its gradient is sent.
         version: version counter of ``.grad`` when it was sent, to detect in-place changes by the program; -1: not sent.
@@ -49,10 +49,10 @@ class HookedParameter:
 
 @dataclass(slots=True)
 class Pending:
-    """The exchange of a unit that was sent and whose result was not stored yet.
+    """The running exchange of a unit of gradients, whose result was not stored yet.
 
     Attributes:
-        wait: waits for the result, and returns it.
+        wait: waits for the result of the exchange, and returns it.
         receive: stores a result as gradients; returns False if the unit has to be sent again in another way.
         hurry: asks the channel to begin without collecting more; None if that is not needed.
     """
@@ -82,7 +82,7 @@ class Unit:
 
 
 class BackwardPasses(ABC):
-    """The hooks of an optimizer's parameters, and the units that they send.
+    """Hooks an optimizer's parameters, and sends their gradients in units. See [Note: units].
 
     Args:
         names: name of each parameter.
@@ -101,7 +101,7 @@ class BackwardPasses(ABC):
         self.hooked: list[HookedParameter] = []
         self.units: list[Unit] = []
         self.is_open = False
-        self._num_left = 0  # units that no gradient has completed yet in this step
+        self._num_left = 0  # number of units that still lack a gradient in this step
         self._asleep: list[Tensor] = []  # parameters that did not require a gradient so far
         self._hooks: list[Any] = []
         self._channel: NamedChannel | None = None
@@ -131,7 +131,7 @@ class BackwardPasses(ABC):
             self._lay_out(added, self._channel)
 
     def group(self, members: Sequence[Sequence[int]]) -> None:
-        """Send gradients in groups, which are given as indices in ``hooked``, each index once."""
+        """Send the gradients of each of these groups of parameters as one unit; ``members`` holds indices in ``hooked``."""
         self.units = [Unit([self.hooked[i] for i in indices]) for indices in members]
         self._num_left = len(self.units)
 
@@ -171,19 +171,19 @@ class BackwardPasses(ABC):
                 if unit.num_left == 0:
                     self._launch(unit)
                     self._num_left -= 1
-                    # A large unit, and the last one of a step, gain nothing if the channel waits for more to send.
+                    # Hurry a large unit, or the last of a step: the channel would gain nothing by waiting for more tensors.
                     if (unit.is_bucket or self._num_left == 0) and unit.pending is not None and unit.pending.hurry:
                         unit.pending.hurry()
 
     def open(self) -> None:
-        """Begin a step, if none has begun."""
+        """Begin a step unless one has begun; lay gradients out again if parameters or the channel have changed."""
         if self.is_open:
             return
         channel = member_of(self.process_set).channel
         forms = [form_of(one) for one in self.hooked]
         if channel is not self._channel or forms != self._forms:
             for one in self.hooked:
-                one.by_rows &= channel is self._channel  # a new channel may have new ranks, which do not know it
+                one.by_rows &= channel is self._channel  # new ranks do not know that it is sparse
             self._channel, self._forms = channel, forms
             self._begin(channel)
             self._lay_out(self.hooked, channel)
@@ -202,7 +202,7 @@ class BackwardPasses(ABC):
                 self.open()
             try:
                 failed = self._finish()
-            except Exception:  # not BaseException: KeyboardInterrupt does not wait for the other units
+            except Exception:  # not BaseException: KeyboardInterrupt must not wait for other units
                 self.abandon()
                 raise
             self._forget()
@@ -250,11 +250,11 @@ class BackwardPasses(ABC):
             raise HorovodInternalError(str(error)) from error
 
     def abandon(self) -> None:
-        """Begin the next step and drop the results of running exchanges, after waiting until they no longer use the memory."""
+        """End the step and drop the results of running exchanges, after waiting until they no longer use the memory."""
         with self._lock:
             for unit in self.units:
                 if unit.pending is not None:
-                    with contextlib.suppress(RuntimeError):  # the result is dropped anyway
+                    with contextlib.suppress(RuntimeError):  # errors do not matter, since the result is dropped
                         unit.pending.wait()
             self._forget()
 
@@ -268,7 +268,7 @@ class BackwardPasses(ABC):
         self._num_left = len(self.units)
 
     def handles(self) -> dict[Any, tuple[Any, Any]]:
-        """Return the running exchanges by parameter, or by tuple of parameters for a group; None: got a gradient, not sent."""
+        """Return running exchanges by parameter, or by tuple of parameters for a group; None where a gradient was not sent yet."""
         found: dict[Any, tuple[Any, Any]] = {}
         for unit in self.units:
             if unit.pending is not None and len(unit.members) > 1 and not unit.is_bucket:
@@ -295,10 +295,10 @@ class BackwardPasses(ABC):
     # ---- to be implemented ------------------------------------------------------------------------------------------------
 
     def _begin(self, channel: NamedChannel) -> None:  # noqa: B027 - there may be nothing to forget
-        """Drop the layout, because parameters or the channel have changed, as after ``hvd.shutdown`` and ``hvd.init``."""
+        """Drop the layout of gradients in memory, because parameters or the channel have changed, as after ``hvd.init``."""
 
     def _lay_out(self, some: Sequence[HookedParameter], channel: NamedChannel) -> None:  # noqa: B027
-        """Lay out the gradients of parameters that were added, or of all after :meth:`_begin`."""
+        """Choose the places in memory for the gradients of added parameters, or of all parameters after :meth:`_begin`."""
 
     def _opened(self, channel: NamedChannel) -> None:  # noqa: B027
         """Prepare a step; called before its first gradient is sent."""
@@ -314,7 +314,7 @@ class BackwardPasses(ABC):
 
     @abstractmethod
     def _send(self, unit: Unit) -> None:
-        """Send a unit: set ``unit.pending``."""
+        """Begin the exchange of a unit's gradients, and store it in ``unit.pending``."""
 
 
 def form_of(one: HookedParameter) -> Any:

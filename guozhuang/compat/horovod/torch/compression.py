@@ -27,7 +27,7 @@ class NoneCompressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, None]:
-        """Return the tensor itself."""
+        """Return the tensor itself, without a context."""
         return tensor, None
 
     @staticmethod
@@ -41,13 +41,13 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype]:
-        """Return the tensor in float16, and the dtype it had."""
+        """Return the tensor in float16, and its former dtype as the context."""
         dtype = tensor.dtype
         return (tensor.to(torch.float16) if dtype.is_floating_point else tensor), dtype
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: torch.dtype) -> Tensor:
-        """Return the tensor in the dtype ``ctx``."""
+        """Return the tensor converted back to the dtype ``ctx``."""
         return tensor.to(ctx) if ctx.is_floating_point else tensor
 
 

@@ -30,14 +30,14 @@ from .verbs import allgather_async, allreduce_, broadcast_, broadcast_async_
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
 _STATE = "broadcast_optimizer_state"
-# Tensors of at most so many elements, as step counters, are sent in the description: a message for each would cost more.
+# Tensors of at most this many elements, such as step counters, are sent inside the pickled description, to save messages.
 _SMALL = 16
 
 
 def broadcast_parameters(
     params: Mapping[str, Tensor | None] | list[Tensor] | list[tuple[str | None, Tensor]], root_rank: int
 ) -> None:
-    """Overwrite tensors with root's. Every rank must call with tensors of the same names, shapes and dtypes.
+    """Overwrite tensors with those of ``root_rank``. Every rank must call this with the same names, shapes and dtypes.
 
     Args:
         params: a dictionary (``model.state_dict()``), or a list of tensors or of (name, tensor)
@@ -96,7 +96,7 @@ def _kind(tensor: Tensor) -> str:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return root's object on every rank; root gets its own object back. Every member of the process set must call.
+    """Return root's object on every rank; root gets its own object back. Every member of the process set must call this.
 
     Args:
         obj: on root a picklable object, with cloudpickle installed also lambdas and local classes; ignored on other ranks.
@@ -133,7 +133,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return the objects of all ranks, in rank order. Every member of the process set must call.
+    """Return the objects of all ranks, in rank order. Every member of the process set must call this.
 
     Args:
         obj: a picklable object, see ``broadcast_object``.
@@ -191,7 +191,7 @@ def unpickled(data: Tensor) -> Any:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: nn.Module | None = None) -> None:
-    """Replace state and options of an optimizer by those of root, tensors and all other values. Every rank must call.
+    """Replace state and options of an optimizer by those of root, tensors and all other values. Every rank must call this.
 
     State that a rank lacks is made there, see [Note: no step]; state that root lacks is dropped; parameters do not change. So a
     checkpoint needs to be loaded on root only.
@@ -231,7 +231,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
 @dataclass(frozen=True)
 class _Described:
-    """The description of a tensor of root's state that other ranks get.
+    """Describes to other ranks a tensor of root's optimizer state, so that they can make one like it.
 
     Attributes:
         shape: shape of the tensor.
@@ -248,7 +248,7 @@ class _Described:
 
 @dataclass(frozen=True)
 class _Description:
-    """The description of root's optimizer: options and parameter shapes by group, state by parameter and by other keys."""
+    """Describes root's optimizer to other ranks: options and shapes by group, state by parameter number and by other keys."""
 
     options: list[dict[str, Any]]
     shapes: list[list[tuple[int, ...]]]
@@ -291,7 +291,7 @@ def _first(group: dict[str, Any]) -> Tensor | None:
 
 
 def _packed(value: Any, near: Tensor | None, tensors: list[Tensor]) -> Any:
-    """Return ``value`` with descriptions in place of tensors; ``near`` is the parameter to which the value belongs."""
+    """Return ``value`` with a ``_Described`` in place of each tensor; ``near`` is the parameter to which the value belongs."""
     if isinstance(value, Tensor):
         is_sent = value.layout == torch.strided and value.dtype in DTYPES and value.numel() > _SMALL
         is_beside = value.device.type == "cpu" and near is not None and near.device.type != "cpu"
@@ -308,7 +308,7 @@ def _packed(value: Any, near: Tensor | None, tensors: list[Tensor]) -> Any:
 
 
 class _Taken:
-    """The state that a rank other than root builds from root's description, apart from its optimizer until :meth:`put`.
+    """Optimizer state that a rank builds from root's description; :meth:`put` then stores it in the rank's optimizer.
 
     Attributes:
         tensors: the tensors that receive root's values, in the order in which ``_described`` appends them.
@@ -316,7 +316,7 @@ class _Taken:
 
     def __init__(self, optimizer: torch.optim.Optimizer, described: _Description) -> None:
         self.tensors: list[Tensor] = []
-        self._small: list[tuple[Tensor, Tensor]] = []  # tensors of the optimizer that stay, and root's values
+        self._small: list[tuple[Tensor, Tensor]] = []  # (this rank's tensor, root's values to copy into it)
         self._options: list[dict[str, Any]] = []
         for group, options in zip(optimizer.param_groups, described.options, strict=True):
             near = _first(group)
@@ -330,7 +330,7 @@ class _Taken:
             self._state[key] = self._unpacked(entries, optimizer.state.get(key), None)
 
     def put(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the state and options of the optimizer by these."""
+        """Replace the state and options of the optimizer by those that were built from root's description."""
         for tensor, values in self._small:
             tensor.copy_(values)
         for group, options in zip(optimizer.param_groups, self._options, strict=True):
@@ -341,7 +341,7 @@ class _Taken:
         optimizer.state.update(self._state)
 
     def _unpacked(self, packed: Any, own: Any, near: Tensor | None) -> Any:
-        """Undo ``_packed``; ``own`` is this rank's value in the same place, and is used again if it is a tensor that fits."""
+        """Undo ``_packed``; ``own`` is this rank's value in the same place, which is kept if it is a tensor that fits."""
         if isinstance(packed, _Described):
             return self._tensor(packed, own, near)
         if type(packed) is dict:

@@ -1,4 +1,4 @@
-"""The units that a ``DistributedOptimizer`` sends: gradients, in flat tensors that are reduced in place; for Adasum, steps.
+"""Sends a ``DistributedOptimizer``'s gradients, in flat tensors that are reduced in place, or its steps for Adasum.
 
 [Note: scales] A mean over n ranks is a sum of gradients that were multiplied by 1/n as they were copied into the flat tensor:
 this needs no further pass over memory, and float16 does not overflow as long as the mean fits. With
@@ -71,7 +71,7 @@ class _FlatGradients:
         self._aliased: Tensor | None = None
 
     def begin(self, scale: float) -> GradientViews:
-        """Return the views; the first call in a step prepares them for gradients that are multiplied by ``scale``."""
+        """Return the views of gradients; a step's first call prepares them for gradients that are multiplied by ``scale``."""
         if self._views is None:
             parameters = [one.parameter for one in self.members]
             names = [one.name for one in self.members]
@@ -133,7 +133,7 @@ class GradientUnits(BackwardPasses):
         super().__init__(names, process_set, num_passes)
         self._compression, self._op = compression, op
         self._predivide_factor, self._sparse_as_dense = predivide_factor, sparse_as_dense
-        # These compressors work element by element, so they can be applied to flat tensors of scaled gradients.
+        # ``none`` and ``fp16`` work element by element, so they can be applied to flat tensors of scaled gradients.
         self._is_elementwise = compression in (Compression.none, Compression.fp16)
         self._is_grouped = self._is_agreed = self._is_split = False
         self._scale, self._reduction, self._prescale, self._postscale = 1.0, Reduction(op), 1.0, 1.0
@@ -151,9 +151,9 @@ class GradientUnits(BackwardPasses):
     @override
     def _begin(self, channel: NamedChannel) -> None:
         factor = self._predivide_factor
-        if not self._is_elementwise:  # a compressor may return integers, so the engine must compute the mean
+        if not self._is_elementwise:  # others may compress to integers, so the engine must compute the mean
             self._prescale, self._postscale = 1.0 / factor, factor
-        elif self._op == Reduction.AVERAGE:  # see [Note: scales]
+        elif self._op == Reduction.AVERAGE:  # add up scaled gradients, see [Note: scales]
             self._reduction = Reduction.SUM
             self._scale = 1.0 / (channel.size if factor == 1.0 else factor)
             self._postscale = 1.0 if factor == 1.0 else factor / channel.size
@@ -181,7 +181,7 @@ class GradientUnits(BackwardPasses):
     def _opened(self, channel: NamedChannel) -> None:
         fuses = (
             channel.settings.fusion_threshold_bytes > 0 and channel.settings.autotune is None
-        )  # the tuner needs each gradient's own name
+        )  # autotuning needs the name of each gradient, which buckets lack
         if self._is_agreed or self._is_grouped or not (self._is_elementwise and self.hooked and fuses):
             return
         description = [
@@ -202,7 +202,7 @@ class GradientUnits(BackwardPasses):
             flat.end()
         if self._vote is not None:
             (handle, vote), self._vote = self._vote, None
-            with contextlib.suppress(NegotiationError):  # the units raise the same error
+            with contextlib.suppress(NegotiationError):  # the exchange of the units raises the same error
                 handle.wait()
                 least, most = vote.tolist()
                 if least == -most:
@@ -279,7 +279,7 @@ class GradientUnits(BackwardPasses):
         """Make the result of the exchange the parameter's ``.grad``."""
         parameter = one.parameter
         if not parameter.requires_grad and parameter.grad is None:
-            return  # the program has frozen it since, and with a gradient the optimizer would still change it
+            return  # with a ``.grad`` the optimizer would change this parameter, which the program has frozen since
         flat, index = self._places[one]
         parameter.grad = None
         flat.begin(self._scale).settle(index, used=True)
@@ -366,7 +366,7 @@ class AdasumUnits(BackwardPasses):
         parameter = unit.members[0].parameter
         with torch.no_grad():
             before = parameter.clone()
-            # The weight has its old value again before other code reads it, so graphs that saved it stay valid.
+            # Keep the version counter: the weight has its old value again before others read it, so graphs stay valid.
             with torch.autograd._unsafe_preserve_version_counter(parameter):
                 self._step_on([parameter])
                 delta = parameter - before

@@ -14,12 +14,12 @@ from guozhuang.gradients.named import Handle, NegotiationError
 from ..common.exceptions import HorovodInternalError
 
 Finish = Callable[[list[Tensor], Handle], Any]
-# Most operations without a ``synchronize`` whose results are kept when Horovod is shut down.
+# After ``hvd.shutdown`` at most this many results are kept that ``synchronize`` has not fetched yet.
 _NUM_KEPT: Final = 1000
 
 
 class HandleTable:
-    """Numbers, from 1, for handles of the engine. Several threads may use the table.
+    """Gives integers, from 1, to handles of the engine, and finds handles by them. Thread-safe.
 
     A number is never used again in this process, also not after Horovod was shut down and initialised again.
     """
@@ -58,11 +58,11 @@ class HandleTable:
         try:
             outputs = handle.wait()
         except NegotiationError as error:
-            raise HorovodInternalError(str(error)) from error.__cause__  # not from error: it has the same text
+            raise HorovodInternalError(str(error)) from error.__cause__  # not ``from error``, which has the same text
         return finish(outputs, handle)
 
     def left(self) -> None:
-        """Keep the results of the newest operations only; called after a shutdown, when no operation is running any more.
+        """Drop all but the newest results that were not fetched; called after a shutdown, when no operation is running.
 
         The tensors of failed operations are released.
         """
@@ -73,7 +73,7 @@ class HandleTable:
                 try:
                     handle.wait()
                 except NegotiationError:
-                    self._pending[number] = handle, lambda *_: None  # never called
+                    self._pending[number] = handle, lambda *_: None  # the old ``finish`` would hold tensors
 
 
 table = HandleTable()

@@ -120,7 +120,7 @@ class _TorchBasics(HorovodBasics):
     """Starts and ends the Horovod world, as ``HorovodBasics`` does, and keeps results of unfinished handles at its end."""
 
     def shutdown(self) -> None:
-        """Call ``HorovodBasics.shutdown``; ``synchronize`` still works for the newest 1000 handles that it has not got yet."""
+        """Leave the Horovod world; ``synchronize`` still works for the newest 1000 handles that were not synchronized yet."""
         super().shutdown()
         table.left()
 
@@ -152,7 +152,7 @@ rocm_built = _basics.rocm_built
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more data, and wait until all ranks have said so.
+    """Report that this rank has no more data, and wait until all ranks have reported this.
 
     Until then this rank feeds zeros to the all-reduces of the others (an average still divides by all ranks); other
     collectives fail there. Works among all ranks, not in process sets.

@@ -19,7 +19,7 @@ ParameterGroups: TypeAlias = int | Sequence[Sequence[Tensor]]
 def names_of(
     named_parameters: Iterable[tuple[str, Tensor]] | None, param_groups: Sequence[dict[str, Any]]
 ) -> dict[Tensor, str]:
-    """Return the name of each parameter, in the order in which they were named.
+    """Return the name of each parameter, in the order of ``named_parameters``.
 
     Args:
         named_parameters: pairs, as of ``model.named_parameters()``; may contain more parameters than the optimizer has. None:
@@ -78,7 +78,7 @@ def grouped(
     groups: ParameterGroups,
     of_first_rank: Callable[[list[str]], list[str]],
 ) -> list[list[int]]:
-    """Divide parameters into groups, the same on all ranks. Every rank must call.
+    """Divide parameters into groups, the same on all ranks. Every rank must call this.
 
     Args:
         names: names of the parameters.
@@ -101,7 +101,7 @@ def grouped(
     if isinstance(groups, int):
         return [list(chunk) for chunk in split_list(order, groups) if chunk]
     place_of = {id(p): i for i, p in enumerate(parameters)}
-    # Within a group, too, in the order of the first rank: a group may come from a set, whose order differs between ranks.
+    # Sort each group in the order of the first rank, too: it may come from a ``set``, whose order differs between ranks.
     rank_of = {i: place for place, i in enumerate(order)}
     chosen = [
         sorted((place_of[id(p)] for p in group if id(p) in place_of), key=rank_of.__getitem__) for group in groups

@@ -29,7 +29,7 @@ _OWN_METHODS = frozenset({"add_param_group", "load_state_dict", "step", "zero_gr
 
 
 class _Distributed(Optimizer):
-    """The base of both distributed optimizers; it precedes the user's class among the bases, and so calls it by ``super()``.
+    """Base of both distributed optimizers. Among the bases it precedes the user's optimizer, whose methods ``super()`` calls.
 
     Attributes:
         op, process_set: the arguments of ``DistributedOptimizer``.
@@ -48,7 +48,7 @@ class _Distributed(Optimizer):
         self._wrapped, self._names, self.op, self.process_set = optimizer, names, op, process_set
 
     def _hook(self) -> None:
-        """Exchange from now on, if there are other ranks, or if an elastic driver may add ranks later."""
+        """Begin to exchange gradients, if there are other ranks, or if an elastic driver may add ranks later."""
         here, is_member = required(), self.process_set.included()
         if is_member is None:
             fix = "give it to hvd.init(process_sets=[...]), or call hvd.add_process_set first"
@@ -72,7 +72,7 @@ class _Distributed(Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """Number of backward passes before each step."""
+        """Return the number of backward passes before each step."""
         return self._exchange.num_passes
 
     @backward_passes_per_step.setter
@@ -101,7 +101,7 @@ class _Distributed(Optimizer):
         """Load a state as the wrapped optimizer does; the results of running exchanges are dropped."""
         self._exchange.abandon()
         super().load_state_dict(state_dict)
-        # Loading replaces both; share the new ones, as a scheduler of the wrapped optimizer changes that one's groups.
+        # Loading makes new groups and state; share them with the wrapped optimizer again, whose groups a scheduler changes.
         self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -130,7 +130,7 @@ class _Distributed(Optimizer):
 
 
 class _DistributedOptimizer(_Distributed):
-    """Exchanges gradients, then steps."""
+    """The user's optimizer, which combines gradients over all ranks before each step."""
 
     _synchronized = False
     _should_synchronize = True
@@ -178,7 +178,7 @@ class _DistributedOptimizer(_Distributed):
             What the wrapped optimizer's ``step`` returns.
         """
         if self._should_synchronize:
-            if self._synchronized and not self._exchange.is_open:  # if open: a step was skipped, and new gradients came
+            if self._synchronized and not self._exchange.is_open:  # if open, new gradients have come since
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                     "This can cause training slowdown: everything is exchanged twice. Call step() inside "
@@ -216,7 +216,7 @@ class _DistributedOptimizer(_Distributed):
 
 
 class _DistributedAdasumOptimizer(_Distributed):
-    """Steps on this rank's gradients, parameter by parameter as they come, and adds the adaptive sum of all ranks' steps."""
+    """The user's optimizer, which steps on this rank's gradients one by one, and adds the adaptive sum of all ranks' steps."""
 
     _exchange: AdasumUnits
 
@@ -231,7 +231,7 @@ class _DistributedAdasumOptimizer(_Distributed):
 
     @Optimizer.profile_hook_step  # calls the step hooks that users register
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Wait for the adaptive sum of the steps of all ranks and add it to the weights. Every rank must call.
+        """Wait for the adaptive sum of the steps of all ranks and add it to the weights. Every rank must call this.
 
         Args:
             closure: computes the loss and the gradients of this step.

@@ -71,7 +71,7 @@ class Call:
             if not isinstance(tensor, Tensor):
                 what = f"{operation} takes tensors"
                 raise ValueError(explain(what, value=type(tensor).__name__, fix="use torch.tensor"))
-        # Tensors that require a gradient cannot be written in place, also not in the engine's thread.
+        # Detach: the engine cannot write in place into tensors that require a gradient.
         sent = tuple([tensor.detach() if tensor.requires_grad else tensor for tensor in tensors])
         full_name = member.full_name(operation, self.name)
         submission = Submission(self.kind, full_name, sent, sent if self.in_place else None, **self.fields)
@@ -147,18 +147,18 @@ def exchanging(splits: Splits | None, process_set: ProcessSet, name: str | None)
 
 
 def check_group(tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError if these cannot be the tensors of a grouped operation."""
+    """Raise ValueError unless ``tensors`` is a list of one or more tensors, as grouped operations need."""
     if isinstance(tensors, Tensor) or not tensors or not all(isinstance(each, Tensor) for each in tensors):
         what = "a grouped operation takes a list of tensors, one at least"
         raise ValueError(explain(what, value=type(tensors).__name__))
 
 
 class _Collective(torch.autograd.Function):
-    """A collective of one tensor or several. See [Note: gradients of collectives]."""
+    """A collective of one tensor or several as a function of autograd. See [Note: gradients of collectives]."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        result = call.wait(tensors)  # raises ValueError for invalid tensors
+        result = call.wait(tensors)  # first, as it raises ValueError for invalid tensors
         ctx.call, ctx.shapes = call, [tensor.shape for tensor in tensors]
         if call.kind == Kind.ALLTOALL:
             ctx.received = result[1].tolist()
@@ -186,7 +186,7 @@ class _Collective(torch.autograd.Function):
         if call.kind == Kind.BROADCAST:
             (mean,) = reducing(Kind.ALLREDUCE, Average, 1.0, 1.0, call.process_set).differentiable(*sent)
             if member_of(call.process_set).channel.rank != call.fields["root"]:
-                # Zeros that keep the graph; times zero would not do, because gradients may be infinite.
+                # Make zeros that stay in the graph. Not by ``* 0``, which would turn infinite gradients into NaN.
                 mean = mean.masked_fill(torch.ones((), dtype=torch.bool, device=mean.device), 0)
             return None, mean
         return None, *call.differentiable(*sent)
@@ -195,7 +195,7 @@ class _Collective(torch.autograd.Function):
 def _own_rows(gradients: Sequence[Tensor], shapes: Sequence[torch.Size], process_set: ProcessSet) -> list[Tensor]:
     """Return this rank's rows of the mean of the gradients of an all-gather."""
     counts = [shape[0] if shape else 0 for shape in shapes]
-    # Gather how many rows each rank has of each tensor; submitted before the gradients, to share their round.
+    # Gather the numbers of rows that each rank has of the tensors; submitted before the gradients, to share their round.
     rows = Call(Kind.ALLGATHER, process_set).begin([torch.tensor([counts])])
     try:
         mean = reducing(Kind.ALLREDUCE, Average, 1.0, 1.0, process_set, is_group=True).differentiable(*gradients)

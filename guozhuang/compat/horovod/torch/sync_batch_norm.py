@@ -47,7 +47,7 @@ class HorovodSyncBatchNorm(guozhuang.sync_batch_norm.SyncBatchNorm):
         return "SyncBatchNorm"
 
     @override
-    def forward(self, input: Tensor) -> Tensor:  # the name is PyTorch's
+    def forward(self, input: Tensor) -> Tensor:  # PyTorch names this argument ``input``
         if not self.training or required().size == 1:
             return self.normalized(input, None)
         return self.normalized(

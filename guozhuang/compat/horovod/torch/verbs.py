@@ -31,7 +31,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Combine a tensor over all ranks into a new one. Every member of the process set must call; all get the same.
+    """Combine a tensor over all ranks into a new one. Every member of the process set must call this; all get the same.
 
     Differentiable: the gradient is the all-reduce of the gradients with the same ``op`` and factors.
 
@@ -171,7 +171,7 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: int = Average, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Begin to add up sparse COO tensors: indices and values of all ranks are gathered.
+    """Begin to sum or average sparse COO tensors of all ranks, by gathering their indices and values.
 
     Args:
         tensor: sparse; the number of its values may differ between ranks, its shape may not.
@@ -223,7 +223,7 @@ def _check_shapes(gathered: list[int], ranks: Sequence[int]) -> None:
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Join the tensors of all ranks along their first dimension, in rank order. Every member of the set must call.
+    """Join the tensors of all ranks along their first dimension, in rank order. Every member of the set must call this.
 
     Differentiable: the gradient is this rank's part of the *mean* of the gradients over the ranks.
 
@@ -268,7 +268,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Combine a tensor over all ranks, and return this rank's rows of the result. Every member of the set must call.
+    """Combine a tensor over all ranks, and return this rank's rows of the result. Every member of the set must call this.
 
     The first dimension is cut into consecutive parts, one for each rank; where it cannot be divided evenly the first ranks
     have a row more. Differentiable: the gradient is the all-gather of the gradients, for Sum times the number of ranks,
@@ -336,7 +336,7 @@ def grouped_reducescatter_async(
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Return root's tensor, as a new one on every rank. Every member of the process set must call.
+    """Return root's tensor, as a new one on every rank. Every member of the process set must call this.
 
     Differentiable: the gradient on root is the *mean* of the gradients over the ranks, elsewhere it is zero.
 
@@ -383,7 +383,7 @@ def alltoall(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send rows of the first dimension to each rank, and join the received rows in rank order.
 
-    Every member of the process set must call. Differentiable: the gradient goes back the way the rows came; rows that were
+    Every member of the process set must call this. Differentiable: the gradient goes back the way the rows came; rows that were
     not sent have none.
 
     Args:
@@ -410,7 +410,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin ``alltoall`` and return a handle for ``synchronize``, which always gives the pair. Not differentiable."""
+    """Begin ``alltoall`` and return a handle for ``synchronize``, which returns (rows, splits received). Not differentiable."""
     return exchanging(splits, process_set, name).begin([tensor])
 
 

@@ -1,4 +1,4 @@
-"""Choose which slots of which hosts get workers, and the rank of each; no host on which a worker failed gets any. Pure.
+"""Chooses the slots of hosts that get workers, and the rank of each; keeps hosts where a worker failed on a blacklist. Pure.
 
 Survivors of the last round keep their order. They get lower ranks than new workers on their host, and their hosts lower ranks
 than hosts without survivors. So rank 0, whose state all ranks take over, is a survivor if there is one. The ranks of a host are

@@ -1,4 +1,4 @@
-"""The messages that the driver and its workers exchange through the driver's store. See [Note: bytes] in the package."""
+"""Messages between the driver of an elastic run and its workers, in the driver's store. See [Note: bytes] in the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEPT_ROUNDS = 20  # older rounds are deleted from the store: a waiting worker r
 
 
 class HostUpdateResult(enum.IntFlag):
-    """How the set of hosts changed; both bits are set if some were added and others removed."""
+    """The kind of a change of the hosts; both bits are set if some hosts were added and others removed."""
 
     no_update = 0
     removed = 1
@@ -27,7 +27,7 @@ class HostUpdateResult(enum.IntFlag):
 
 @dataclass(frozen=True)
 class Round:
-    """One round, as the driver announces it.
+    """A round of an elastic run, as the driver announces it: its workers in the order of their ranks.
 
     Attributes:
         number: counts rounds from 1.
@@ -51,7 +51,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Update:
-    """A notice that hosts were added or removed: workers that ask for a new round will get one.
+    """The driver's notice that hosts were added or removed: workers that ask for a new round will get one.
 
     Attributes:
         timestamp: seconds since the epoch; each notice has a larger one than the last.
@@ -64,7 +64,7 @@ class Update:
 
 @dataclass(frozen=True)
 class News:
-    """The part of the store that a worker polls while it waits for a round.
+    """The driver's status, which a worker polls in the store while it waits for a round.
 
     Attributes:
         newest: the number of the newest round; 0: none yet.
@@ -78,7 +78,7 @@ class News:
 
 
 class DriverBoard:
-    """The driver's side of the messages.
+    """Writes the driver's messages into its store, and reads those that workers left there.
 
     Args:
         store: the store that the driver's process serves.
@@ -93,14 +93,14 @@ class DriverBoard:
             self._store.set(name, value)
 
     def beat(self) -> None:
-        """Write a heartbeat, by which workers see that the driver works."""
+        """Write a heartbeat, by which workers see that the driver still works."""
         self._beat += 1
         self._store.set("beat", str(self._beat))
 
     def announce(
         self, number: int, may_skip_sync: bool, workers: Sequence[Sequence[int]], towards: Sequence[str]
     ) -> None:
-        """Announce a round, which begins it; see ``Round`` for the arguments."""
+        """Begin a round by writing it to the store, where its workers wait for it; ``Round`` describes the arguments."""
         announced = Round(number, may_skip_sync, workers, towards, self._updated)
         old = number - _KEPT_ROUNDS
         for name in (f"round/{old}", f"lost/{old}"):
@@ -110,12 +110,12 @@ class DriverBoard:
         self._store.set("newest", str(number))
 
     def give_up(self, number: int, why: str) -> None:
-        """Report that a worker of a round is gone: no rank is to wait for it, in a collective or while the world is made."""
+        """Report to the ranks of a round that one of its workers is gone, so that none waits for that worker any longer."""
         self._store.set(f"lost/{number}", why)
         self._whole.set(verdict_key(number), why)
 
     def forget(self, worker: int) -> None:
-        """Delete the message of a worker that has ended."""
+        """Delete the message that a worker, which has ended, left in the store."""
         self._store.delete_key(f"waiting/{worker}")
 
     def update(self, result: HostUpdateResult, timestamp: float) -> None:
@@ -124,11 +124,11 @@ class DriverBoard:
         self._store.set("update", json.dumps([self._updated, int(result)]))
 
     def dismiss(self, why: str) -> None:
-        """Tell waiting workers that no further round will begin, and why."""
+        """Report to waiting workers the reason why no further round will begin."""
         self._store.set("over", why)
 
     def arrivals(self, running: list[int]) -> dict[int, tuple[int, bool, bool, bool]]:
-        """Return, by worker number, what waiting workers gave to ``come``; empty if no worker called it since the last look.
+        """Return, by worker number, the arguments of ``WorkerBoard.come``; empty if no worker called it since the last look.
 
         Args:
             running: the workers to look for.
@@ -147,7 +147,7 @@ class DriverBoard:
 
 
 class WorkerBoard:
-    """A worker's side of the messages. Every method raises a RuntimeError if the driver's store is gone or silent.
+    """Reads and writes a worker's messages in the driver's store. Methods raise RuntimeError if the store is gone or silent.
 
     Args:
         store: the connection to the driver's store.
@@ -168,7 +168,7 @@ class WorkerBoard:
         return News(int(newest), over, int(beat))
 
     def round(self, number: int) -> Round:
-        """Read a round that was announced."""
+        """Read the round ``number``, which the driver has announced."""
         return Round(**json.loads(self._store.get(f"round/{number}")))
 
     def lost(self, number: int) -> str:
@@ -177,7 +177,7 @@ class WorkerBoard:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def update(self) -> Update | None:
-        """Read the newest change of hosts; None if there was none yet."""
+        """Read the driver's newest notice of changed hosts; None if there was none yet."""
         if not self._store.check(["update"]):
             return None
         timestamp, result = json.loads(self._store.get("update"))

@@ -1,4 +1,4 @@
-"""The worker processes of one machine, for the driver and for ``remote_host``: ``launch.crew`` starts and watches them."""
+"""Starts, signals and awaits the elastic workers of one machine by ``launch.crew``; for the driver and for ``remote_host``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
 from guozhuang.launch.request import environment_of_launchers
 from guozhuang.world import machine
 
-CANNOT_BE_STARTED = 126  # the exit code that shells use for it
-# Seconds between SIGTERM and SIGKILL.
+CANNOT_BE_STARTED = 126  # exit code of a worker whose program cannot be started, as shells use it
+# Seconds that a worker has to end after SIGTERM, before SIGKILL.
 GRACE_S = 5.0
-# Variables that an outer run may have left in the driver's environment, and that each round sets.
+# Variables that workers must not inherit: an outer run may have set them for the driver, and each round sets its own values.
 _STALE = frozenset({
     *Attempt(0, 0, [NodeShare(1)], "", 0).environment(0), "GUOZHUANG_LOCAL_RANK", "GUOZHUANG_SECRET", ELASTIC, *OF_A_PROCESS,
 })  # fmt: skip
@@ -26,14 +26,14 @@ _STALE_BEGINNING = "TORCHELASTIC_"
 
 
 def environment_of_workers(more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of workers on this machine: that of this process without leftovers of outer runs, and ``more``."""
+    """Return the environment of workers: that of this process, without variables that an outer run has set, plus ``more``."""
     own = os.environ.items()
     kept = {name: text for name, text in own if name not in _STALE and not name.startswith(_STALE_BEGINNING)}
     return kept | dict(more)
 
 
 def variables(driver: Driver, host: str) -> dict[str, str]:
-    """Return the variables of one worker.
+    """Return the environment variables that give one worker its number, its driver and the name of its host.
 
     Args:
         driver: the worker's number, and the address of the driver's store from there.
@@ -63,7 +63,7 @@ class LocalWorkers:
     def __init__(self, folder: str, store: tuple[str, int], timeout_s: float, environment: Mapping[str, str]) -> None:
         self._store, self._timeout_s, self._environment = store, timeout_s, environment
         self._crew = Crew(folder)
-        self._jobs: dict[int, Job] = {}  # by worker; each decides when its worker gets which signal
+        self._jobs: dict[int, Job] = {}  # by worker number; decides when the worker gets which signal
         self._pids: dict[int, int] = {}
 
     def start(self, worker: int, host: str, num_local: int, command: Sequence[str], stdout: str, stderr: str) -> int:
@@ -91,7 +91,7 @@ class LocalWorkers:
         return pid
 
     def end(self, worker: int, at_once: bool = False) -> None:
-        """Have ``wait`` send a worker SIGTERM, and SIGKILL after ``GRACE_S`` or, if asked to, at once."""
+        """Schedule SIGTERM for a worker, and SIGKILL after ``GRACE_S`` or, if ``at_once``, now; ``wait`` sends them."""
         job = self._jobs.get(worker)
         if job is not None:
             job.stop(time.monotonic())
@@ -99,9 +99,9 @@ class LocalWorkers:
                 job.interrupt(signal.SIGKILL, time.monotonic())
 
     def wait(self, limit_s: float) -> dict[int, int]:
-        """Send signals that are due, and wait until a worker ends or the limit passes; return the codes of ended workers.
+        """Send due signals, and wait until a worker ends or the limit passes; return the exit codes of ended workers by number.
 
-        What a worker left running has been killed then, so that nothing writes to its pipes any more.
+        Processes that an ended worker left running have been killed then, so that none writes to its pipes any more.
         """
         for job in self._jobs.values():
             for decision in job.turn(time.monotonic()):
@@ -114,5 +114,5 @@ class LocalWorkers:
         return codes
 
     def close(self) -> None:
-        """Kill the remaining processes of the run."""
+        """Kill the processes of the run that remain on this machine."""
         self._crew.close()

@@ -14,17 +14,17 @@ from typing import IO
 from guozhuang.launch.hosts.placement import parse_hosts
 
 _ASK_EVERY_S = 1.0
-# Limit in seconds for the script; after it the script is killed, and the hosts found before stay.
+# A script that runs for longer than this many seconds is killed, and the hosts found before are kept.
 _SCRIPT_S = 60.0
 _POLL_S = 0.01
 
 
 class DiscoveryError(RuntimeError):
-    """The script failed; the text says how."""
+    """The user's discovery script failed; the message describes the failure."""
 
 
 class HostDiscovery:
-    """The hosts of a run: what a script of the user printed last, one host per line, ``name:slots`` or ``name``; or a list.
+    """Finds the hosts of a run, by a script of the user that prints ``name:slots`` or ``name`` per line, or in a fixed list.
 
     Args:
         script: the command, run by the shell; None: the hosts are ``hosts``.
@@ -44,7 +44,7 @@ class HostDiscovery:
         self._files: list[IO[bytes]] = []
 
     def find(self) -> None:
-        """Run the script to its end for the first time.
+        """Run the discovery script for the first time, and wait until it ends.
 
         Raises:
             DiscoveryError: the script did not end with 0, did not end in time, or printed a line that is no host.
@@ -56,7 +56,7 @@ class HostDiscovery:
             self.close()  # also after a KeyboardInterrupt: the script must not be left running
 
     def turn(self, now: float) -> str:
-        """Start the script every second, and read what it printed. Never waits.
+        """Start the discovery script once a second, and read its output when it has ended. Never waits.
 
         Args:
             now: the present time, by the monotonic clock in seconds.
@@ -76,7 +76,7 @@ class HostDiscovery:
         return "the discovery script works again" if before else ""
 
     def close(self) -> None:
-        """Kill the script if it runs, with all processes that it started."""
+        """Kill the discovery script if it runs, with all processes that it started."""
         process, self._process = self._process, None
         if process is not None and process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -84,7 +84,7 @@ class HostDiscovery:
             process.wait()
 
     def _look(self, now: float) -> bool:
-        """Start the script if it does not run; if it has ended, read ``newest`` from its output. Return whether it has."""
+        """Start the script if it does not run; return whether it has ended, and if so read ``newest`` from its output."""
         assert self._script is not None
         if self._process is None:
             self._started = now
@@ -111,7 +111,7 @@ class HostDiscovery:
 
 
 def parse(text: str, default_slots: int) -> dict[str, int]:
-    """Return the slots of each host that a discovery script printed.
+    """Return the number of slots of each host in the output of a discovery script.
 
     Args:
         text: one host per line; empty lines are skipped.
@@ -124,7 +124,7 @@ def parse(text: str, default_slots: int) -> dict[str, int]:
     for line in filter(None, map(str.strip, text.splitlines())):
         try:
             [host] = parse_hosts(line, "the output of the discovery script")
-        except ValueError as error:  # includes UsageError
+        except ValueError as error:  # the base of UsageError
             raise DiscoveryError(
                 f"the discovery script printed a line that is no host with its slots: {line!r}"
             ) from error
@@ -133,7 +133,7 @@ def parse(text: str, default_slots: int) -> dict[str, int]:
 
 
 def merged(hosts: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Return the slots of each host; those of a host that is named twice are added."""
+    """Return the number of slots by host; add the numbers of a host that is named twice."""
     found: dict[str, int] = {}
     for name, slots in hosts:
         found[name] = found.get(name, 0) + slots

@@ -1,4 +1,4 @@
-"""The driver of an elastic run: carries out the decisions of ``job``. The package's docstring describes the whole.
+"""The driver process of an elastic run: reports events to ``job``, and carries out its decisions. See the package's docstring.
 
 [Note: one thread] One thread makes all decisions, starts the workers (the kernel kills them when it ends; guard.py, "no
 orphans"), and talks to other hosts. It never waits for the reader of the output: the thread of ``console.output`` does that.
@@ -46,7 +46,7 @@ _WHO = "horovodrun"
 _TURN_S, _BEAT_S = 0.05, 1.0
 _LOOPBACK = "127.0.0.1"
 _STORE_S = 300.0  # limit in seconds for each operation of the store
-# Seconds to wait, after their grace, for workers to end, and for other hosts to confirm the end of the run.
+# Seconds to wait for workers to end after ``GRACE_S``, and for other hosts to confirm the end of the run.
 _LAST_S, _CLOSE_S = 5.0, 10.0
 _LAST_WORDS_S = 1.0  # seconds to wait, after a signal, for the remaining output to be written
 _LAST_LINES = 12
@@ -89,7 +89,7 @@ def run_elastic(settings: ElasticSettings) -> int:
 
 
 class ElasticDriver:
-    """One elastic run, from its start to its end.
+    """Runs one elastic job: starts and ends its workers, announces rounds and shows output, as ``ElasticJob`` decides.
 
     Args:
         settings: the program, and the number of workers.
@@ -101,7 +101,7 @@ class ElasticDriver:
         self._settings, self._signals = settings, signals
         self._job = ElasticJob(settings)
         environment = environment_of_workers(settings.env)
-        if settings.network_interfaces:  # every host uses the interface of this name, as in a run that is not elastic
+        if settings.network_interfaces:  # every host uses the interface of this name, as in runs of fixed size
             environment |= interfaces.variables_towards("", environment, settings.network_interfaces[0])
         self._environment = environment
         self._most = max(settings.max_np or 0, settings.num_proc, sum(slots for _, slots in settings.hosts or ()))
@@ -110,12 +110,12 @@ class ElasticDriver:
         self._board = DriverBoard(serve(listener, _STORE_S))
         self._doors = Doors(store[1], settings.network_interfaces)
         self._remote: dict[str, RemoteWorkers] = {}
-        # A port of ssh that the user gave is meant for remote hosts, so it is ignored here.
+        # Whether a host is this machine does not depend on the user's --ssh-port, which is meant for remote hosts.
         self._is_here = functools.cache(ssh.is_here)
         self._next_beat = 0.0
         self._begun: set[str] = set()  # the folders of --output-filename that this run has written to
         self._folder = tempfile.mkdtemp(prefix="guozhuang-run-")
-        # The calls are made in reverse order, the last one first; if one raises the rest are made all the same.
+        # ``ending`` makes these clean-up calls in reverse order, the last one first, and makes all even if one raises.
         ending.callback(shutil.rmtree, self._folder, ignore_errors=True)
         self._workers = LocalWorkers(self._folder, store, settings.elastic_timeout_s, environment)
         self._output = Output(timestamps=settings.prefix_timestamp, who=_WHO)
@@ -160,7 +160,7 @@ class ElasticDriver:
             del self._output.traces[worker]
 
     def say(self, text: str) -> None:
-        """Show the user a text."""
+        """Show a message to the user."""
         self._output.say(text)
 
     def _turn(self, limit_s: float) -> None:
@@ -259,7 +259,7 @@ class ElasticDriver:
         return f"{worker.slot.host}#{worker.slot.index}"
 
     def _copies(self, name: str) -> str | None:
-        """Return the folder that gets the output of a worker, empty when the run first uses it; None: there is none."""
+        """Return the folder for copies of a worker's output, emptied at its first use in the run; None: write no copies."""
         if self._settings.output_filename is None:
             return None
         folder = os.path.join(self._settings.output_filename, name)
@@ -292,7 +292,7 @@ class ElasticDriver:
                 worker.is_signalled = True
                 self._end(worker, at_once)
             deadline = time.monotonic() + (0.0 if at_once else GRACE_S) + _LAST_S
-            num_signals = len(self._signals)  # another signal: kill at once, without waiting for the grace
+            num_signals = len(self._signals)  # one more signal ends the wait, and then workers are killed at once
             while self._running and time.monotonic() < deadline and len(self._signals) == num_signals:
                 self._turn(_TURN_S)
 
@@ -315,7 +315,7 @@ class ElasticDriver:
 
 
 def _towards(hosts: Sequence[str], reached: Mapping[str, str]) -> list[str]:
-    """Return for each host of a round an address by which it reaches the driver's host; "" if all are this machine.
+    """Return for each host of a round an address by which it reaches the driver's host; "" if all hosts are this machine.
 
     Args:
         hosts: the hosts of the round.

@@ -22,7 +22,7 @@ from guozhuang.compat.horovod.runner.elastic.assignment import Blacklist, HostSl
 from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings
 from guozhuang.launch.failures import how
 
-# A worker whose host was removed learns it from the next round; if it still runs so many seconds later it is ended.
+# A worker without a slot that still runs so many seconds after the next round began, in which it has no place, is ended.
 _REMOVED_S = 30.0
 # The job fails after so many rounds in a row in which no worker completed ``hvd.init()``.
 _EMPTY_ROUNDS = 10
@@ -81,7 +81,7 @@ class Worker:
 
 @dataclass
 class Orders:
-    """The actions of one turn, for the driver to carry out.
+    """The actions that ``ElasticJob.turn`` has decided on, for the driver to carry out.
 
     Attributes:
         say: lines to show to the user.
@@ -105,7 +105,7 @@ class Orders:
 
 
 class ElasticJob:
-    """The state of an elastic run, from which ``turn`` decides what happens next. See the module.
+    """The state of an elastic run. From it ``turn`` decides which workers to start and end, and when a round begins.
 
     Args:
         settings: the numbers of workers, time-outs and limits of the run; the rest is not looked at.
@@ -124,7 +124,7 @@ class ElasticJob:
         self._is_dismissed = False
         self._notified: set[int] = (
             set()
-        )  # numbers of new and leaving workers that the running ones know of, in this round
+        )  # numbers of the new and leaving workers of which running workers were notified in this round
         self._num_empty = 0  # rounds in a row in which no worker completed hvd.init()
         self._messages: list[str] = []
         self._short_since = self._broken_since = -math.inf
@@ -160,7 +160,7 @@ class ElasticJob:
         if worker.is_signalled:
             return
         others = [each for each in self.workers if each.code is None and each.leaving is None and self._has_slot(each)]
-        # Without a slot an end with 0 counts as success only if no other running worker has one, as when all hosts seem gone.
+        # Exit code 0 without a slot is a success only if no other running worker has a slot, as when all hosts seem gone.
         if worker.leaving is not None or (not self._has_slot(worker) and (code != 0 or others)):
             self._messages.append(f"{worker.title} has left with {how(code)}: its slot is gone")
         elif code == 0:
@@ -171,7 +171,7 @@ class ElasticJob:
             self._messages.append(f"{worker.title} ended with {how(code)}; {self._fail(worker, now)}")
 
     def turn(self, now: float) -> Orders:
-        """Decide what to do at the time ``now``."""
+        """Return the driver's actions for the time ``now``: which workers to start and end, and whether a round begins."""
         orders = Orders(say=self._messages)
         self._messages = []
         running = [worker for worker in self.workers if worker.code is None]
@@ -204,7 +204,7 @@ class ElasticJob:
         return sorted(found, key=lambda worker: worker.rank or 0)
 
     def _fail(self, worker: Worker, now: float) -> str:
-        """Record a failure and blacklist the host; return for how long, in words. See [Note: who fails]."""
+        """Record a worker's failure and blacklist its host; return a phrase that states for how long. See [Note: who fails]."""
         self.first_failure = self.first_failure or worker
         self._round_failed = self._round_failed or bool(worker.round)
         held_s = self._blacklist.add(worker.slot.host, now)
@@ -234,7 +234,7 @@ class ElasticJob:
         orders.end.append(worker)
 
     def _let_go(self, unwanted: list[Worker], now: float, orders: Orders) -> list[Worker]:
-        """End workers without a slot whose host failed or that were in no round yet; return the rest, to be notified."""
+        """End workers without a slot whose host failed or that were in no round yet; return the others, to be notified."""
         going = []
         for worker in unwanted:
             if self._blacklist.holds(worker.slot.host, now):
@@ -254,7 +254,7 @@ class ElasticJob:
                 self._end(worker, now, orders)
 
     def _is_lost(self, kept: list[Worker], going: list[Worker], orders: Orders) -> bool:
-        """Return whether the job has failed for good: its state is lost, or no host can be used again. Then set ``over``."""
+        """Return whether the job has failed for good: its state or all its hosts are lost. If so, set ``orders.over``."""
         if self.round and self._round_failed and not going and not any(worker.round for worker in kept):
             orders.say.append(_STATE_LOST)
         elif (
@@ -266,7 +266,7 @@ class ElasticJob:
             not self.round and self._hosts and all(map(self._blacklist.was_added, self._hosts))
             and not any(worker.is_waiting for worker in kept)
         ):  # fmt: skip
-            # Blacklisted hosts may become usable again, but a script that failed at once on every host would fail again.
+            # Blacklisted hosts may become usable again, but a program that failed at once on every host would fail again.
             orders.say.append("a worker failed on every host before any had called hvd.init()")
         else:
             return False
@@ -274,7 +274,7 @@ class ElasticJob:
         return True
 
     def _is_short(self, wanted: list[HostSlot], kept: list[Worker], now: float, orders: Orders) -> bool:
-        """Return whether too few slots, or no holder of the state, are left; set ``over`` if that lasts too long."""
+        """Return whether slots, or workers with the state, are lacking; set ``orders.over`` if they lacked for too long."""
         least = self._limits.min_np if self._has_started else self._limits.num_proc
         timeout_s = self._limits.elastic_timeout_s
         what = ""
@@ -317,12 +317,12 @@ class ElasticJob:
     def _form(
         self, wanted: list[HostSlot], kept: list[Worker], going: list[Worker], now: float, orders: Orders
     ) -> None:
-        """Begin the next round if it is needed and all its workers wait for it. See [Note: rounds] in the package."""
+        """Begin the next round if one is needed and all its workers wait for it. See [Note: rounds] in the package."""
         members = [worker for worker in kept if worker.round]
         ready = [worker for worker in kept if not worker.round and worker.is_waiting]
         late = [worker for worker in kept if not worker.round and not worker.is_waiting]
         awaited = [worker for worker in late if now < worker.started + self._limits.start_timeout_s]
-        # A worker of the newest round is gone or waits for the next one. One that shall leave but still trains breaks nothing.
+        # The newest round is broken if a worker of it is gone or waits for the next; not if one without a slot still trains.
         is_broken = any(each.code is not None or each.leaving is not None or each.is_waiting for each in self.members)
         self._broken_since = now if is_broken and math.isinf(self._broken_since) else self._broken_since
         self._tell(ready if not awaited else [], going, orders)
@@ -361,7 +361,7 @@ class ElasticJob:
             self._notified |= gone | new
 
     def _end_the_silent(self, members: list[Worker], late: list[Worker], now: float, orders: Orders) -> bool:
-        """End workers that were waited for too long, as failed ones; return whether there were any.
+        """End workers for which others have waited too long, and count them as failed; return whether there were any.
 
         There is no limit for running workers to commit while only new workers wait for them.
         """
@@ -379,7 +379,7 @@ class ElasticJob:
     def _announce(
         self, wanted: list[HostSlot], coming: list[Worker], going: list[Worker], now: float, orders: Orders
     ) -> None:
-        # Some slots may have no waiting worker: ranks are numbered among the workers that wait.
+        # Slots without a waiting worker are skipped, so that the ranks of the waiting ones are consecutive.
         at = {worker.slot: worker for worker in coming}
         chosen = [at[slot] for slot in wanted if slot in at]
         orders.may_skip_sync = all(worker.round and worker.may_skip_sync for worker in chosen)

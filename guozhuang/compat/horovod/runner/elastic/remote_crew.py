@@ -1,7 +1,7 @@
-"""The driver's side of the workers on another host: starts ``remote_host`` there by ssh, and takes its messages.
+"""Controls the workers on another host for the driver: starts ``remote_host`` there by ssh, and exchanges messages with it.
 
-What a worker prints there is written into the pipe that a worker of this machine would write into, so ``launch.console`` shows
-both alike. While a pipe is full the host is not read, so its workers block when they print, as on a slow terminal.
+The output of a worker there is written into the pipe that a worker of this machine would write into, so ``launch.console``
+shows both alike. While a pipe is full the host is not read, so its workers block when they print, as on a slow terminal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KINDS = (there.HostReached, there.WorkerStarted, there.WorkerPrinted, there.Wor
 
 
 class WorkerEvents(Protocol):
-    """The receiver of the events of workers: the driver."""
+    """The interface through which the driver receives the events of workers."""
 
     def started(self, worker: int, pid: int) -> None:
         """Record that the process of a worker was started."""
@@ -33,7 +33,7 @@ class WorkerEvents(Protocol):
         """Record that the process of a worker has ended, and that its pipes have got all its output."""
 
     def say(self, text: str) -> None:
-        """Show the user a text."""
+        """Show a message to the user."""
 
 
 class _Pipe:
@@ -75,7 +75,7 @@ class RemoteWorkers:
         self._host, self._start_timeout_s, self._events = settings.host, start_timeout_s, events
         self.is_lost, self.address = False, ""
         self._pipes: dict[int, dict[str, _Pipe]] = {}
-        self._codes: dict[int, int] = {}  # of workers that have ended, whose output may not be in the pipes yet
+        self._codes: dict[int, int] = {}  # exit codes of ended workers whose output is not all in the pipes yet
         self._is_over = False
         self._began = self._pinged = time.monotonic()
         self._link = Link(settings.host, 0, False, on_message=self._understand, kinds=_KINDS)
@@ -96,7 +96,7 @@ class RemoteWorkers:
         self._link.say(there.StartWorker(worker, command, num_local, streams))
 
     def end(self, worker: int, at_once: bool) -> None:
-        """Send a worker SIGTERM, and SIGKILL after the grace or at once."""
+        """Request that the host sends a worker SIGTERM, and SIGKILL after a grace period or, if ``at_once``, immediately."""
         self._link.say(there.EndWorker(worker, at_once))
 
     @property
@@ -105,17 +105,17 @@ class RemoteWorkers:
 
     @property
     def reading(self) -> list[int]:
-        """Return the descriptors to watch for input; none while a pipe is full."""
+        """Return the descriptors on which to watch for messages of the host; none while a worker's output pipe is full."""
         return [] if any(pipe.unsent for pipe in self._all_pipes) else self._link.reading()
 
     @property
     def writing(self) -> list[int]:
-        """Return the descriptors to watch for room to write."""
+        """Return the descriptors of output pipes and of the connection to the host that have data to be written."""
         stdin = self._link.writing()
         return [pipe.descriptor for pipe in self._all_pipes if pipe.unsent] + ([] if stdin is None else [stdin])
 
     def turn(self) -> None:
-        """Send and receive as much as is possible without waiting, and report the events."""
+        """Send and receive as much as is possible without waiting, and report the events of workers to the driver."""
         link, now = self._link, time.monotonic()
         for pipe in self._all_pipes:
             pipe.send()
@@ -134,7 +134,7 @@ class RemoteWorkers:
             self._lose(hosts_failure.of(link).text)
 
     def stop(self) -> None:
-        """End the run on the host: its workers are killed, a little later if the connection is lost."""
+        """Request that the host ends its workers; if the connection is lost, the host kills them by itself a little later."""
         self._is_over = True
         self._link.say(EndAgent(0.0))
 

@@ -37,7 +37,7 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class HostSettings:
-    """The first message to this program.
+    """The driver's first message to ``remote_host``: the name of the host, and the addresses of the driver's doors.
 
     Attributes:
         host: the name of this host, as the user wrote it.
@@ -56,7 +56,7 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class StartWorker:
-    """A request to start a worker, one of at most ``num_local`` on the host, whose ``streams`` are sent to the driver."""
+    """The driver's request to start a worker, one of at most ``num_local`` on the host, and to send its ``streams`` back."""
 
     worker: int
     command: Sequence[str]
@@ -66,7 +66,7 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class EndWorker:
-    """A request to send a worker SIGTERM, and SIGKILL after the grace or at once."""
+    """The driver's request to send a worker SIGTERM, and SIGKILL after a grace period or, if ``at_once``, immediately."""
 
     worker: int
     at_once: bool
@@ -74,14 +74,14 @@ class EndWorker:
 
 @dataclass(frozen=True)
 class HostReached:
-    """The host has reached the driver's, by this address of it."""
+    """The host's report that it has connected to the driver's host, at this address of the driver's host."""
 
     address: str
 
 
 @dataclass(frozen=True)
 class WorkerStarted:
-    """A worker was started; ``pid`` is its process id."""
+    """The host's report that a worker was started; ``pid`` is its process id."""
 
     worker: int
     pid: int
@@ -89,7 +89,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True)
 class WorkerPrinted:
-    """A worker wrote ``data`` (in base64) to its stream "stdout" or "stderr"."""
+    """The host's report that a worker wrote ``data`` (in base64) to its stream "stdout" or "stderr"."""
 
     worker: int
     stream: str
@@ -98,7 +98,7 @@ class WorkerPrinted:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """A worker has ended with an exit code, or minus the number of the signal that ended it."""
+    """The host's report that a worker has ended, with its exit code or minus the number of the signal that ended it."""
 
     worker: int
     code: int
@@ -118,7 +118,7 @@ class WorkerHost:
         self.is_over = False
 
     def requests(self) -> Iterator[Any]:
-        """Wait until the driver has sent something; return the requests that are complete."""
+        """Wait until the driver has sent data or closed the connection; return the requests that are complete."""
         data = os.read(self._reading, _CHUNK_BYTES)
         self.is_over = self.is_over or not data
         *lines, self._received = (self._received + data).split(b"\n")
@@ -127,12 +127,12 @@ class WorkerHost:
     def say(self, message: Any) -> None:
         """Send the driver a message."""
         data = encode(message)
-        with contextlib.suppress(OSError):  # the supervisor is gone, and will end this process
+        with contextlib.suppress(OSError):  # the supervisor is gone: then IN ends, and with it this program
             while data:
                 data = data[os.write(self._writing, data) :]
 
     def run(self, host: str, workers: LocalWorkers, folder: str, ending: Sequence[int]) -> None:
-        """Obey the driver until it is gone, or until ``ending``, the signals that this process has got, is not empty."""
+        """Carry out the driver's requests until the driver is gone, or until a signal has been added to ``ending``."""
         while not (self.is_over or ending):
             sources = {pipe.source: (n, name, pipe) for n, pipes in self._pipes.items() for name, pipe in pipes.items()}
             ready = select.select([self._reading, *sources], [], [], _TURN_S)[0]
@@ -189,7 +189,7 @@ def _run(arguments: Sequence[str], ending: Sequence[int]) -> int:
     for descriptor in (reading, writing):
         os.set_inheritable(descriptor, False)
     here = WorkerHost(reading, writing)
-    with open(reading, "rb", buffering=0, closefd=False) as lines:  # without a buffer, which would take requests too
+    with open(reading, "rb", buffering=0, closefd=False) as lines:  # a buffer would swallow requests
         line = lines.readline()
     if not line:
         return 1

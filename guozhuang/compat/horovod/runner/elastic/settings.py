@@ -60,7 +60,7 @@ class ElasticSettings:
 
 
 def settings_of(found: argparse.Namespace, more: Mapping[str, str] | None = None) -> ElasticSettings:
-    """Return the command line as settings for the driver.
+    """Convert a parsed command line of ``horovodrun`` to the settings of an elastic run.
 
     Args:
         found: the command line, as ``arguments.parse`` returns it.

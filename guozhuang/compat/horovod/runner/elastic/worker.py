@@ -33,14 +33,15 @@ from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
 from guozhuang.net import client, interfaces
 from guozhuang.net.store import connect
 
-# Pause before asking for the next round, where one broke before it began; doubled each time.
+# Seconds before a worker joins another round after one broke before it began: the first pause, doubled up to the longest.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 # Seconds to wait for the driver to report a lost worker: the worker's connections break before the driver knows of it.
 _WORD_S = 3.0
 _POLL_S = 0.2
-# Limit for the ranks of a round to meet, as a part of the elastic time-out: shorter than the driver waits for them to return.
+# The ranks of a round must connect within this share of the elastic time-out, so before the driver's wait for them ends;
+# the share is limited to these numbers of seconds.
 _SHARE_OF_TIMEOUT, _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 1 / 3, 20.0, 600.0
-# Pause of LostPeers between two looks, and limit for its thread to end.
+# Seconds between two queries of the store by ``LostPeers``, and for its thread to end.
 _LOOK_S, _JOIN_S = 1.0, 2.0
 _FIX = "look at the output of horovodrun; its process may be stopped, or its host not be reachable"
 _T = TypeVar("_T")
@@ -78,12 +79,12 @@ class LostPeers:
         self._thread.start()
 
     def begin(self, number: int) -> None:
-        """Watch another round from now on; 0: none. Callbacks of the round before are dropped."""
+        """Watch the round ``number`` from now on, or none if it is 0; drop the callbacks of the round before."""
         with self._lock:
             self._round, self._aborts, self._why = number, [], ""
 
     def breaks(self, number: int, abort: Callable[[], object]) -> None:
-        """Register a callback for the thread to call when a worker of the round is gone; call it at once if one is already.
+        """Register a callback to be called when a worker of the round is gone; call it at once if one is gone already.
 
         Args:
             number: the number of the round. If it is not the newest any more, nothing is registered.
@@ -102,7 +103,7 @@ class LostPeers:
         return self._why
 
     def look(self) -> None:
-        """Ask the driver once whether a worker of the round is gone, and if so call the callbacks; the thread repeats this."""
+        """Read from the driver's store whether a worker of the round is gone, and if so call the callbacks."""
         with self._lock:
             number, is_broken = self._round, bool(self._why)
         if not number or is_broken:
@@ -125,14 +126,14 @@ class LostPeers:
         while not self._over.wait(self._look_every_s):
             try:
                 self.look()
-            except RuntimeError as error:  # the driver is gone; the main thread reports that when it waits for it
+            except RuntimeError as error:  # the driver is gone; the main thread reports that itself
                 _log.debug("the driver does not answer: %s", error)
 
 
 def _call(abort: Callable[[], object]) -> None:
     try:
         abort()
-    except Exception as error:  # the collectives, or their group, have ended already
+    except Exception as error:  # ``abort`` fails if the collectives or their group have ended already
         _log.debug("there is nothing left to break: %s", error)
 
 
@@ -148,7 +149,7 @@ class RoundVariables:
         self._interfaces: tuple[str, ...] = ()
 
     def write(self, attempt: Attempt, local_rank: int, towards: str) -> None:
-        """Set the variables, and remove those of the round before.
+        """Set the environment variables of a round, and remove those of the round before.
 
         Args:
             attempt: the hosts of the round, and the address of the driver's store.
@@ -202,7 +203,7 @@ class Membership:
         self._store = client.PatientStore(store, client=client.Client(limit_s), name=where)
         self._board = WorkerBoard(self._store, driver.worker)
         self._lost_peers = LostPeers(self._board)
-        # The interpreter must not end while a thread is inside a call of PyTorch's store.
+        # End the threads at exit: the interpreter must not end while a thread is inside a call of PyTorch's store.
         atexit.register(self.close)
 
     def join(self) -> Round:
@@ -295,7 +296,7 @@ class Membership:
 
 
 def _asked(do: Callable[..., _T], *arguments: Any) -> _T:
-    """Return the driver's answer to a request; see [Note: waiting for a store] in ``net.client``."""
+    """Return the result of a request to the driver's store; raise SilentDriverError if the driver does not answer."""
     try:
         return do(*arguments)
     except RuntimeError as error:  # a WorldError, or an error of PyTorch's store

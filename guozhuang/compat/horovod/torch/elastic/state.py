@@ -36,7 +36,7 @@ class StateHandler(abc.ABC):
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Set the value's content to that of rank 0. Every rank must call.
+        """Set the value's content to that of rank 0. Every rank must call this.
 
         It must not be saved here: a later handler may fail, and then all values are restored together. ``save`` follows.
         """
@@ -67,12 +67,12 @@ class ModelStateHandler(_StateDictHandler):
     """Handles a ``torch.nn.Module``: its parameters and buffers, which are restored in place."""
 
     def sync(self) -> None:
-        """Overwrite parameters and buffers with those of rank 0. Every rank must call."""
+        """Overwrite parameters and buffers with those of rank 0. Every rank must call this."""
         present = self.value.state_dict()
         tensors = {name: value for name, value in present.items() if isinstance(value, torch.Tensor)}
         broadcast_parameters(tensors, root_rank=0)
         others = {name: value for name, value in present.items() if name not in tensors}
-        if others:  # values that are no tensors, as get_extra_state may return
+        if others:  # values that are no tensors, such as a module's extra state
             self.value.load_state_dict(present | broadcast_object(others, root_rank=0))
 
 
@@ -84,7 +84,7 @@ class OptimizerStateHandler(_StateDictHandler):
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Replace state and options by those of rank 0. Every rank must call."""
+        """Replace state and options by those of rank 0. Every rank must call this."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
@@ -92,7 +92,7 @@ class SamplerStateHandler(_StateDictHandler):
     """Handles an ``ElasticSampler``: the epoch and the number of samples that were processed."""
 
     def sync(self) -> None:
-        """Set the sampler to the position of rank 0, and divide the remaining samples. Every rank must call."""
+        """Set the sampler to the position of rank 0, and divide the remaining samples. Every rank must call this."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), root_rank=0))
 
 
@@ -119,7 +119,7 @@ def set_handler_registry(registry: _Registry) -> None:
 
 
 class TorchState(ObjectState):
-    """The state with which a training continues after ranks were lost or added. For ``hvd.elastic.run``::
+    """The state of a PyTorch training, with which ``hvd.elastic.run`` continues after ranks were lost or added::
 
         state = hvd.elastic.TorchState(model, optimizer, epoch=0, batch=0)
 
