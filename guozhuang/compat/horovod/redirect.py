@@ -31,7 +31,7 @@ def install() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules, for the import system, whose names begin with ``horovod.``: each is the module of Guozhuang."""
+    """The import system's finder for names ``horovod.X``, which it resolves to ``guozhuang.compat.horovod.X``."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -64,7 +64,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.InspectLoader):
-    """Loads a name ``horovod.X`` as the module ``guozhuang.compat.horovod.X``. See [Note: one module, two names]."""
+    """The import system's loader for names ``horovod.X``; returns Guozhuang's module. See [Note: one module, two names]."""
 
     def __init__(self, ours: importlib.machinery.ModuleSpec) -> None:
         self._ours = ours

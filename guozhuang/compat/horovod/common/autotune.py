@@ -126,7 +126,7 @@ class GaussianTuner:
             return None
         names = list(names)
         is_over = any(self._times[name] >= self._settings.steps_per_sample for name in names) and self._seconds > 0
-        score = self._bytes / (self._seconds * 1e6) if is_over else None  # this round belongs to the next score
+        score = self._bytes / (self._seconds * 1e6) if is_over else None  # in bytes/us, over the rounds before this one
         if is_over:
             self._times.clear()
             self._bytes, self._seconds = 0, 0.0
@@ -182,7 +182,7 @@ class GaussianTuner:
     def _write(self, knobs: Knobs, score: float) -> None:
         if self._log is None:
             return
-        # The log's first three columns are switches of Horovod that this engine lacks: 0. An adaptive cycle (None) is 0, too.
+        # The log's first three columns are Horovod's switches that this engine lacks, always 0. An adaptive cycle is 0, too.
         row = (0, 0, 0, int(knobs.use_cache), knobs.cycle_time_ms or 0, knobs.fusion_threshold_bytes, score)
         try:
             with self._log.open("a") as file:

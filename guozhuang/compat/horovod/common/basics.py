@@ -41,7 +41,7 @@ __all__ = ["HorovodBasics", "state"]
 
 
 class HorovodBasics:
-    """The functions about the Horovod world, as methods. All objects of the class refer to the one world of this process.
+    """Horovod's functions to enter, leave and query its world, as methods. All objects refer to the one world of this process.
 
     Attributes:
         Average, Sum, Adasum, Min, Max, Product: the reductions of an all-reduce, as integers.
@@ -80,7 +80,7 @@ class HorovodBasics:
         listed = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
         here = state()
         if here is not None and not _is_current(here):
-            self.shutdown()  # the ``guozhuang`` world on which it was made has ended, so its groups are gone
+            self.shutdown()  # clean up: the ``guozhuang`` world below has ended, with all groups
             here = None
         if here is not None:
             _check_same(comm, here)
@@ -175,7 +175,7 @@ class HorovodBasics:
         here.engine.start_timeline(file_path, mark_cycles)
 
     def stop_timeline(self) -> None:
-        """End the timeline and complete its file; without one it does nothing.
+        """End the timeline that is being written and complete its file; do nothing if there is none.
 
         Raises:
             ValueError: not initialised.

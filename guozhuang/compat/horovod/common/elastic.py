@@ -52,7 +52,7 @@ class State(abc.ABC):
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Call these functions each time the set of ranks has changed, after ``hvd.init()`` and before the state is synced.
+        """Register functions to call each time the ranks have changed, after ``hvd.init()`` and before the state is synced.
 
         Args:
             callbacks: functions without arguments, the same on every rank; to adapt values that depend on ``hvd.size()``, such

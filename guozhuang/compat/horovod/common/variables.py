@@ -124,7 +124,7 @@ def set_dynamic_process_sets() -> None:
 
 
 def without_meaning(variables: HorovodVariables) -> list[str]:
-    """Return the names of variables that are set without effect, except where the value asks for Guozhuang's own behaviour.
+    """Return the names of variables that are set but have no effect, unless the value asks for Guozhuang's own behaviour.
 
     Some variables have an effect only in processes of ``horovodrun``, which passes each process its rank by variables.
     """
@@ -161,7 +161,7 @@ def check_world(variables: HorovodVariables, rank: int, size: int) -> None:
 
 
 def log_what_means_nothing(rank: int, variables: HorovodVariables | None = None) -> None:
-    """Log on rank 0 the names of HOROVOD_* variables that are set without effect, each once per process.
+    """Log on rank 0, each once per process, the names of HOROVOD_* variables that are set but have no effect.
 
     Args:
         rank: the rank of this process; only rank 0 logs.

@@ -82,7 +82,7 @@ def _run(found: argparse.Namespace, mailbox: Mailbox) -> int:
     """Run the processes to their end; return the number of results to expect."""
     failures: list[str] = []
     code = launch.run_job(found, failures.append, mailbox.variables)
-    if code == 128 + signal.SIGINT and not failures:  # Ctrl-C ended the launcher; for a rank, ``failures`` has a text
+    if code == 128 + signal.SIGINT and not failures:  # Ctrl-C ended this process; a rank that SIGINT ended is a failure
         raise KeyboardInterrupt
     if failures or code != 0:
         raise RuntimeError("\n".join(failures) or f"the run ended with exit code {code}; see what was said before")

@@ -63,7 +63,7 @@ class Pending:
 
 
 class Unit:
-    """Parameters whose gradients are sent at once. See [Note: units].
+    """Parameters whose gradients are sent together. See [Note: units].
 
     Attributes:
         members: the parameters.
@@ -109,7 +109,7 @@ class BackwardPasses(ABC):
         self._lock = threading.RLock()  # a model on several devices has a backward thread per device
         self._warned = False
 
-    # ---- which parameters ---------------------------------------------------------------------------------------------
+    # ---- the parameters that are hooked -------------------------------------------------------------------------------
 
     def take(self, parameters: Sequence[Tensor]) -> None:
         """Exchange the gradients of these parameters from now on, or from the step on in which they require gradients."""
@@ -141,7 +141,7 @@ class BackwardPasses(ABC):
             self._asleep = [p for p in self._asleep if not p.requires_grad]
             self.take(awake)
 
-    # ---- a step -------------------------------------------------------------------------------------------------------
+    # ---- a step, from its first gradient to its last result -----------------------------------------------------------
 
     def _on_gradient(self, index: int) -> None:
         with self._lock:
@@ -171,7 +171,7 @@ class BackwardPasses(ABC):
                 if unit.num_left == 0:
                     self._launch(unit)
                     self._num_left -= 1
-                    # Hurry a large unit, or the last of a step: the channel would gain nothing by waiting for more tensors.
+                    # Send a large unit, or the last of a step, at once: the channel need not wait for more tensors to fuse.
                     if (unit.is_bucket or self._num_left == 0) and unit.pending is not None and unit.pending.hurry:
                         unit.pending.hurry()
 
@@ -183,7 +183,7 @@ class BackwardPasses(ABC):
         forms = [form_of(one) for one in self.hooked]
         if channel is not self._channel or forms != self._forms:
             for one in self.hooked:
-                one.by_rows &= channel is self._channel  # new ranks do not know that it is sparse
+                one.by_rows &= channel is self._channel  # ranks of a new channel do not know which gradients are sparse
             self._channel, self._forms = channel, forms
             self._begin(channel)
             self._lay_out(self.hooked, channel)
@@ -250,7 +250,7 @@ class BackwardPasses(ABC):
             raise HorovodInternalError(str(error)) from error
 
     def abandon(self) -> None:
-        """End the step and drop the results of running exchanges, after waiting until they no longer use the memory."""
+        """End the step and drop the results of running exchanges, after waiting until none uses gradients' memory."""
         with self._lock:
             for unit in self.units:
                 if unit.pending is not None:
@@ -268,7 +268,7 @@ class BackwardPasses(ABC):
         self._num_left = len(self.units)
 
     def handles(self) -> dict[Any, tuple[Any, Any]]:
-        """Return running exchanges by parameter, or by tuple of parameters for a group; None where a gradient was not sent yet."""
+        """Return running exchanges by parameter, or by tuple of parameters for a group; None where a gradient is not sent."""
         found: dict[Any, tuple[Any, Any]] = {}
         for unit in self.units:
             if unit.pending is not None and len(unit.members) > 1 and not unit.is_bucket:
@@ -292,7 +292,7 @@ class BackwardPasses(ABC):
             stacklevel=_level_of_the_program(),
         )
 
-    # ---- to be implemented ------------------------------------------------------------------------------------------------
+    # ---- methods for subclasses to implement --------------------------------------------------------------------------
 
     def _begin(self, channel: NamedChannel) -> None:  # noqa: B027 - there may be nothing to forget
         """Drop the layout of gradients in memory, because parameters or the channel have changed, as after ``hvd.init``."""

@@ -146,12 +146,12 @@ class GradientUnits(BackwardPasses):
         super().group(members)
         self._is_grouped = True
 
-    # ---- the layout ---------------------------------------------------------------------------------------------------
+    # ---- the layout of gradients in flat tensors ----------------------------------------------------------------------
 
     @override
     def _begin(self, channel: NamedChannel) -> None:
         factor = self._predivide_factor
-        if not self._is_elementwise:  # others may compress to integers, so the engine must compute the mean
+        if not self._is_elementwise:  # a compressor may return integers: let the engine compute the mean
             self._prescale, self._postscale = 1.0 / factor, factor
         elif self._op == Reduction.AVERAGE:  # add up scaled gradients, see [Note: scales]
             self._reduction = Reduction.SUM
@@ -221,7 +221,7 @@ class GradientUnits(BackwardPasses):
         self.units += [Unit([one]) for one in self.hooked if one.by_rows]
         self._is_agreed, self._is_split = True, False
 
-    # ---- on their way ---------------------------------------------------------------------------------------------------
+    # ---- sending units and storing their results ------------------------------------------------------------------------
 
     @override
     def _send(self, unit: Unit) -> None:
@@ -366,7 +366,7 @@ class AdasumUnits(BackwardPasses):
         parameter = unit.members[0].parameter
         with torch.no_grad():
             before = parameter.clone()
-            # Keep the version counter: the weight has its old value again before others read it, so graphs stay valid.
+            # Keep the version counter, so that autograd graphs stay valid: the weight gets its old value back before use.
             with torch.autograd._unsafe_preserve_version_counter(parameter):
                 self._step_on([parameter])
                 delta = parameter - before

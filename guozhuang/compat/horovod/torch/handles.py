@@ -19,7 +19,7 @@ _NUM_KEPT: Final = 1000
 
 
 class HandleTable:
-    """Gives integers, from 1, to handles of the engine, and finds handles by them. Thread-safe.
+    """Numbers the engine's handles, from 1, and finds them by their numbers. Thread-safe.
 
     A number is never used again in this process, also not after Horovod was shut down and initialised again.
     """
@@ -73,7 +73,7 @@ class HandleTable:
                 try:
                     handle.wait()
                 except NegotiationError:
-                    self._pending[number] = handle, lambda *_: None  # the old ``finish`` would hold tensors
+                    self._pending[number] = handle, lambda *_: None  # drops ``finish``, which holds tensors
 
 
 table = HandleTable()

@@ -178,7 +178,7 @@ class _DistributedOptimizer(_Distributed):
             What the wrapped optimizer's ``step`` returns.
         """
         if self._should_synchronize:
-            if self._synchronized and not self._exchange.is_open:  # if open, new gradients have come since
+            if self._synchronized and not self._exchange.is_open:  # open: gradients have come since ``synchronize``
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                     "This can cause training slowdown: everything is exchanged twice. Call step() inside "
@@ -216,7 +216,7 @@ class _DistributedOptimizer(_Distributed):
 
 
 class _DistributedAdasumOptimizer(_Distributed):
-    """The user's optimizer, which steps on this rank's gradients one by one, and adds the adaptive sum of all ranks' steps."""
+    """The user's optimizer, which steps on each gradient of this rank as it comes, and adds the adaptive sum of all steps."""
 
     _exchange: AdasumUnits
 

@@ -36,7 +36,7 @@ Splits: TypeAlias = Sequence[int] | Tensor
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a collective.
+    """One call of a collective: its kind, process set, name and options, without the tensors.
 
     Attributes:
         kind: the kind of collective.
@@ -195,7 +195,7 @@ class _Collective(torch.autograd.Function):
 def _own_rows(gradients: Sequence[Tensor], shapes: Sequence[torch.Size], process_set: ProcessSet) -> list[Tensor]:
     """Return this rank's rows of the mean of the gradients of an all-gather."""
     counts = [shape[0] if shape else 0 for shape in shapes]
-    # Gather the numbers of rows that each rank has of the tensors; submitted before the gradients, to share their round.
+    # Gather how many rows each rank has of each tensor; submitted before the gradients, to share a round of negotiation.
     rows = Call(Kind.ALLGATHER, process_set).begin([torch.tensor([counts])])
     try:
         mean = reducing(Kind.ALLREDUCE, Average, 1.0, 1.0, process_set, is_group=True).differentiable(*gradients)

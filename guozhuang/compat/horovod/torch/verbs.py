@@ -410,7 +410,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin ``alltoall`` and return a handle for ``synchronize``, which returns (rows, splits received). Not differentiable."""
+    """Begin ``alltoall`` and return a handle for ``synchronize``, which gives (output, received_splits). Not differentiable."""
     return exchanging(splits, process_set, name).begin([tensor])
 
 

@@ -33,7 +33,7 @@ class Round:
         number: counts rounds from 1.
         may_skip_sync: all its workers hold the same state already, so none needs to be sent.
         workers: for each host, the numbers of its workers in the order of their ranks, which are consecutive.
-        towards: for each host, the address by which it reaches the driver's; "" if all are on one machine.
+        towards: for each host, the address by which it reaches the driver's host; "" if all workers are on one machine.
         updated: the time stamp of the newest ``Update`` that this round takes into account.
     """
 

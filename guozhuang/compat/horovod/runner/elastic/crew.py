@@ -99,7 +99,7 @@ class LocalWorkers:
                 job.interrupt(signal.SIGKILL, time.monotonic())
 
     def wait(self, limit_s: float) -> dict[int, int]:
-        """Send due signals, and wait until a worker ends or the limit passes; return the exit codes of ended workers by number.
+        """Send due signals, and wait until a worker ends or the limit passes; return ended workers' exit codes by number.
 
         Processes that an ended worker left running have been killed then, so that none writes to its pipes any more.
         """

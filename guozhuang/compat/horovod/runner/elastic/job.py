@@ -22,7 +22,7 @@ from guozhuang.compat.horovod.runner.elastic.assignment import Blacklist, HostSl
 from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings
 from guozhuang.launch.failures import how
 
-# A worker without a slot that still runs so many seconds after the next round began, in which it has no place, is ended.
+# A worker that has lost its slot is ended if it still runs this many seconds after a round began without it.
 _REMOVED_S = 30.0
 # The job fails after so many rounds in a row in which no worker completed ``hvd.init()``.
 _EMPTY_ROUNDS = 10
@@ -160,7 +160,7 @@ class ElasticJob:
         if worker.is_signalled:
             return
         others = [each for each in self.workers if each.code is None and each.leaving is None and self._has_slot(each)]
-        # Exit code 0 without a slot is a success only if no other running worker has a slot, as when all hosts seem gone.
+        # A worker without a slot that ends with 0 is a success only if no running worker has one, as when all hosts seem gone.
         if worker.leaving is not None or (not self._has_slot(worker) and (code != 0 or others)):
             self._messages.append(f"{worker.title} has left with {how(code)}: its slot is gone")
         elif code == 0:
@@ -254,7 +254,7 @@ class ElasticJob:
                 self._end(worker, now, orders)
 
     def _is_lost(self, kept: list[Worker], going: list[Worker], orders: Orders) -> bool:
-        """Return whether the job has failed for good: its state or all its hosts are lost. If so, set ``orders.over``."""
+        """Return whether the job has failed for good: its state is lost, or workers failed on every host; then set ``over``."""
         if self.round and self._round_failed and not going and not any(worker.round for worker in kept):
             orders.say.append(_STATE_LOST)
         elif (
@@ -322,7 +322,7 @@ class ElasticJob:
         ready = [worker for worker in kept if not worker.round and worker.is_waiting]
         late = [worker for worker in kept if not worker.round and not worker.is_waiting]
         awaited = [worker for worker in late if now < worker.started + self._limits.start_timeout_s]
-        # The newest round is broken if a worker of it is gone or waits for the next; not if one without a slot still trains.
+        # A round is broken if one of its workers is gone or waits for the next, but not if one that lost its slot still trains.
         is_broken = any(each.code is not None or each.leaving is not None or each.is_waiting for each in self.members)
         self._broken_since = now if is_broken and math.isinf(self._broken_since) else self._broken_since
         self._tell(ready if not awaited else [], going, orders)

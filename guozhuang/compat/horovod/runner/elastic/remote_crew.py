@@ -96,7 +96,7 @@ class RemoteWorkers:
         self._link.say(there.StartWorker(worker, command, num_local, streams))
 
     def end(self, worker: int, at_once: bool) -> None:
-        """Request that the host sends a worker SIGTERM, and SIGKILL after a grace period or, if ``at_once``, immediately."""
+        """Ask the host to send a worker SIGTERM, and SIGKILL after a grace period or, if ``at_once``, immediately."""
         self._link.say(there.EndWorker(worker, at_once))
 
     @property
@@ -134,7 +134,7 @@ class RemoteWorkers:
             self._lose(hosts_failure.of(link).text)
 
     def stop(self) -> None:
-        """Request that the host ends its workers; if the connection is lost, the host kills them by itself a little later."""
+        """Ask the host to kill its workers; if the connection is lost, the host does so by itself a little later."""
         self._is_over = True
         self._link.say(EndAgent(0.0))
 

@@ -43,7 +43,7 @@ class HostSettings:
         host: the name of this host, as the user wrote it.
         doors: address and port of each door of the driver's host.
         secret: the secret of the run, in hexadecimal digits.
-        same: the identity of the driver's host.
+        same: the identity of the driver's host, which equals this host's if both are one machine.
         timeout_s: how long the driver may be silent before workers end, in seconds.
     """
 
@@ -189,7 +189,7 @@ def _run(arguments: Sequence[str], ending: Sequence[int]) -> int:
     for descriptor in (reading, writing):
         os.set_inheritable(descriptor, False)
     here = WorkerHost(reading, writing)
-    with open(reading, "rb", buffering=0, closefd=False) as lines:  # a buffer would swallow requests
+    with open(reading, "rb", buffering=0, closefd=False) as lines:  # unbuffered: consumes nothing after the first line
         line = lines.readline()
     if not line:
         return 1

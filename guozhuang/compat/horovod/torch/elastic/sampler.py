@@ -14,7 +14,7 @@ from ..mpi_ops import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Divide the samples of an epoch that have not been processed yet among the ranks; each rank gets equally many.
+    """Divides the samples of an epoch that have not been processed yet among the ranks; each rank gets equally many.
 
     After the ranks have changed (``reset``) the remaining samples are divided again. Pass the sampler to ``TorchState``, which
     calls ``reset``, and record each batch that was processed::

@@ -17,7 +17,7 @@ from .sampler import ElasticSampler
 
 
 class StateHandler(abc.ABC):
-    """Saves, restores and synchronizes a value of a certain type.
+    """Saves, restores and synchronizes one value of a ``TorchState``; there is a subclass for each kind of value.
 
     Args:
         value: the value.
@@ -110,7 +110,7 @@ def get_handler_registry() -> _Registry:
 
 
 def set_handler_registry(registry: _Registry) -> None:
-    """Set the handlers for states that are constructed from now on.
+    """Set the types and handlers that ``TorchState`` objects constructed from now on use.
 
     Args:
         registry: pairs of a type and its handler, the more special types first.
