@@ -76,10 +76,9 @@ def run(namespace: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
             plan, details = plan_of(namespace, Path(scratch), progress)
             busy = busy_share()  # measured before the comparison itself computes anything
             num_runs = len(plan.names) * (plan.settings.num_rounds + (plan.timeline is not None))
-            shutil.rmtree(plan.out / "logs", ignore_errors=True)  # logs of an earlier comparison
-            modules = [  # which the workload needed
-                name for name in sys.modules if name not in imported and not name.startswith("torch.")
-            ]
+            shutil.rmtree(plan.out / "logs", ignore_errors=True)  # remove the logs of an earlier comparison
+            # Modules that loading the workload has imported; the warm parent imports them too.
+            modules = [name for name in sys.modules if name not in imported and not name.startswith("torch.")]
             with (
                 Runs(Path(scratch), plan.settings.threads_per_rank, modules, python_path) as runs,
                 Reporter(progress, num_runs) as reporter,
@@ -109,7 +108,7 @@ def run(namespace: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
 
 @dataclass
 class _Found:
-    """The outcome of the runs so far, by strategy."""
+    """The results of the runs so far: rounds, failures, weight differences and traces of each strategy."""
 
     rounds: dict[str, list[MeasuredRound]]
     failures: dict[str, RunFailure] = field(default_factory=dict)
@@ -143,8 +142,8 @@ def _is_settled(plan: ComparisonPlan, found: _Found) -> bool:
 
 
 def _round(plan: ComparisonPlan, number: int, found: _Found, runs: Runs, reporter: Reporter) -> None:
-    """Run each strategy that has not failed once; in the first round, compare the weights they ended with."""
-    first = (number - 1) % len(plan.names)  # rotates the order: each runs early, late and in between
+    """Run each strategy once, except failed ones; in the first round, compare the final weights with those of ``single``."""
+    first = (number - 1) % len(plan.names)  # rotate the order, so that each strategy runs early, late and in between
     weights: dict[str, Path] = {}
     for contender in (*plan.contenders[first:], *plan.contenders[:first]):
         name = contender.name
@@ -170,7 +169,7 @@ def _round(plan: ComparisonPlan, number: int, found: _Found, runs: Runs, reporte
 
 
 def _trace(plan: ComparisonPlan, path: Path, found: _Found, runs: Runs, reporter: Reporter) -> None:
-    """Run each strategy that has not failed once more, to record its timeline."""
+    """Run each strategy, except failed ones, once more to record its timeline."""
     for contender in plan.contenders:
         name = contender.name
         if name in found.failures:
@@ -262,7 +261,7 @@ def describe() -> Machine:
 
 
 def busy_share(watch_s: float = 0.5) -> float:
-    """Measure for ``watch_s`` seconds which share of the cores is busy; return it as a number between 0 and 1."""
+    """Measure for ``watch_s`` seconds which share of the cores is busy; return the share, between 0 and 1."""
     return float(psutil.cpu_percent(watch_s)) / 100
 
 
@@ -274,7 +273,7 @@ def _version() -> str:
 
 
 class Reporter:
-    """Shows which run is running, its progress and its speed; a context manager.
+    """Shows on the console which run of the comparison is under way, its progress and its speed; a context manager.
 
     Args:
         console: a rich console; on a terminal a bar is drawn twice a second, rarely enough not to disturb the measurement.
@@ -301,7 +300,7 @@ class Reporter:
         )
         self._task = self._bar.add_task("", total=None, rate="", visible=False)
         self._num_steps = 0
-        self._first: tuple[int, float] | None = None  # the first step that was reported, and when
+        self._first: tuple[int, float] | None = None  # the first step that ``tick`` reported in this run, and its time
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -313,7 +312,7 @@ class Reporter:
         self._bar.stop()
 
     def begin(self, label: str, num_steps: int) -> None:
-        """Show that a run begins."""
+        """Show that a run with this label and number of steps begins."""
         self._label = f"[{self._done + 1}/{self._num_runs}] {label}"
         self._num_steps, self._first = num_steps, None
         shown = self._label.replace("[", r"\[")
@@ -324,7 +323,7 @@ class Reporter:
         self._num_runs -= num_runs
 
     def tick(self, step: int) -> None:
-        """Show how many steps the run has done."""
+        """Show that the current run has done ``step`` steps, and how fast."""
         now = time.monotonic()
         if step == 0:
             return
@@ -340,7 +339,7 @@ class Reporter:
         self._bar.update(self._task, completed=step, rate=rate)
 
     def end(self, outcome: str) -> None:
-        """Print how the run ended, as a line that stays."""
+        """Print the outcome of the current run, as a line that stays on the terminal."""
         from rich.text import Text
 
         self._done += 1

@@ -1,4 +1,4 @@
-"""The row of a comparison before its runs: a strategy, and the backend of its collectives."""
+"""Parse ``--strategies`` of a comparison: each row is a strategy, with the backend and number of its process groups."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _PEER, _BACKEND_OF_THE_PEER = "torch-ddp", "gloo"
 
 @dataclass(frozen=True)
 class Contender:
-    """One row of the table.
+    """One row of a comparison's table: a strategy that is to be measured, with a backend and a number of groups.
 
     Attributes:
         name: the name of the row: the strategy's name, or ``strategy@backend`` as the command line had it.
-        strategy: its name in ``guozhuang.strategies``.
-        backend: the backend of its collectives; None leaves the choice to ``gz.init``.
+        strategy: the strategy's name in ``guozhuang.strategies``.
+        backend: the backend of the strategy's collectives; None leaves the choice to ``gz.init``.
         num_groups: the number of process groups that exchange the buckets in turn.
     """
 
@@ -31,12 +31,12 @@ class Contender:
 
     @property
     def entry(self) -> Strategy:
-        """The strategy's entry in ``guozhuang.strategies``."""
+        """Return the row's strategy, as ``guozhuang.strategies`` defines it."""
         return strategies.get(self.strategy)
 
     @property
     def summary(self) -> str:
-        """A one-line description, for tables."""
+        """Return a one-line description of the row, for tables."""
         added = [f"on {self.backend}"] if self.name != self.strategy else []
         added += [f"{self.num_groups} groups in turn"] if self.num_groups > 1 else []
         return f"{self.entry.summary} ({', '.join(added)})" if added else self.entry.summary
@@ -45,7 +45,7 @@ class Contender:
 def contenders(text: str, backend: str | None, num_groups: int, on_cpu: bool) -> tuple[Contender, ...]:
     """Parse ``--strategies``, with ``--backend`` and ``--groups``.
 
-    A strategy may be written ``name@backend``. One without a backend gets that of ``--backend``, except ``torch-ddp`` on CPUs,
+    A strategy may be written ``name@backend``. Without a backend it gets that of ``--backend``, except ``torch-ddp`` on CPUs,
     which gets one gloo group, as most people use it. Strategies that use no groups ignore both options.
 
     Raises:

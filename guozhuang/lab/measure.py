@@ -1,4 +1,4 @@
-"""Measures time, bytes and memory of one process, and the difference of two sets of weights. No communication.
+"""Measure time, bytes and memory of one process, and the difference of two sets of weights. Nothing here communicates.
 
 Times on the CPU come from ``time.perf_counter``. On CUDA, where a call only launches work, they come from events that
 the device records when it reaches them: reading them later costs no synchronization inside the measured steps.
@@ -24,9 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from guozhuang.lab.results import Difference
 from guozhuang.watch.processes import has_proc, open_descriptors, path_of
 
-# Offsets in struct tcp_info of the kernel's header linux/tcp.h; fields never move, new ones are appended.
-_NOTSENT_OFFSET = 144  # u32 tcpi_notsent_bytes: accepted from the process, not yet sent
-_SENT_OFFSET = 200  # u64 tcpi_bytes_sent, u64 tcpi_bytes_retrans (since Linux 4.19)
+# Offsets in struct tcp_info of the kernel's header linux/tcp.h; its fields never move, new ones are appended.
+_NOTSENT_OFFSET = 144  # u32 tcpi_notsent_bytes: bytes that the process has written and the kernel has not yet sent
+_SENT_OFFSET = 200  # u64 tcpi_bytes_sent, then u64 tcpi_bytes_retrans (since Linux 4.19)
 _TCP_INFO_BYTES = 512
 
 
@@ -41,7 +41,7 @@ class Clock:
         self._on_cuda = device.type == "cuda"
 
     def now(self) -> Any:
-        """Mark this point in time; only :meth:`seconds` can interpret the mark."""
+        """Return a mark of this point in time, which only :meth:`seconds` can interpret."""
         if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -49,23 +49,23 @@ class Clock:
         return event
 
     def wait(self) -> None:
-        """Wait until the device has finished all work so far; call it outside the timed part."""
+        """Wait until the device has finished all its work so far. It must be called outside the timed part."""
         if self._on_cuda:
             torch.cuda.synchronize()
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the time between two marks; call :meth:`wait` first."""
+        """Return the seconds between two marks; :meth:`wait` must have been called since they were taken."""
         return float(start.elapsed_time(end) / 1e3 if self._on_cuda else end - start)
 
 
 class LastGradient:
     """Marks the moment at which this rank has computed its last gradient of a backward pass.
 
-    While it searches, every parameter has a hook, and the parameter whose gradient came last is remembered. Then only that
-    parameter keeps its hook, so that the measured steps include the cost of a single call. A step in which it gets no
-    gradient has no mark, and restarts the search.
+    During the search every parameter has a hook, and the parameter whose gradient was computed last is remembered. Then only
+    that parameter keeps its hook, so that the measured steps include the cost of a single call. A step in which that parameter
+    gets no gradient has no mark, and restarts the search.
 
-    Create it on the bare model, before a strategy wraps it: hooks run in the order of their registration, so the mark
+    It must be created on the bare model, before a strategy wraps it: hooks run in the order of their registration, so the mark
     is taken before the strategy's own work on the last gradient begins, and that work counts as exchange. Hooks of a second
     search run after the strategy's: from then on the backward phase includes the start of the last bucket's exchange.
     """
@@ -86,7 +86,7 @@ class LastGradient:
         return mark
 
     def keep_last(self) -> None:
-        """End the search: from now on watch only the parameter whose gradient came last in the latest backward.
+        """End the search: from now on watch only the parameter whose gradient was the last one in the latest backward.
 
         Raises:
             RuntimeError: no gradient was seen yet.
@@ -128,7 +128,7 @@ def tcp_sent_bytes() -> int | None:
                 if own.type != socket.SOCK_STREAM or own.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
                 info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        except OSError:  # closed since it was listed, or not TCP
+        except OSError:  # the socket was closed since it was listed, or is no TCP socket
             continue
         if len(info) < _SENT_OFFSET + 16:
             return None
@@ -139,7 +139,7 @@ def tcp_sent_bytes() -> int | None:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Reset the peak memory counters; return False if the kernel does not allow resetting that of main memory."""
+    """Reset the counters of peak memory; return False if the kernel does not allow to reset the counter of main memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -150,18 +150,18 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 
 def peak_memory_bytes() -> int | None:
-    """Return the peak main memory of this process since the counter was reset (else since the process started)."""
+    """Return the peak main memory of this process, in bytes, since the counter was reset (else since the process started)."""
     high = _kib_field(Path(path_of("status")), "VmHWM:")
     if high is not None:
         return high
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * 1024 if os.uname().sysname == "Linux" else peak  # macOS counts in bytes
+    return peak * 1024 if os.uname().sysname == "Linux" else peak  # Linux counts in KiB, macOS in bytes
 
 
 def pss_bytes() -> int | None:
     """Return this process's proportional share of main memory (a page of n processes counts 1/n); None if unknown.
 
-    Its anonymous memory counts whole: it shares that only with the warm parent that it was forked from, if with any.
+    Its anonymous memory counts whole: a process shares that at most with the warm parent that it was forked from.
     """
     path = Path(path_of("smaps_rollup"))
     share, anonymous, share_of_anonymous = (_kib_field(path, f"{key}:") for key in ("Pss", "Anonymous", "Pss_Anon"))

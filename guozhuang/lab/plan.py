@@ -19,7 +19,7 @@ from guozhuang.world.machine import usable_cores
 DEFAULT_STEPS = 50
 DEFAULT_ROUNDS, FEWEST_ROUNDS = 3, 2
 
-_BUSY = 0.2  # share of the cores; an idle desktop stays below
+_BUSY = 0.2  # if other programs use more than this share of the cores, the report warns; an idle desktop stays below
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ComparisonPlan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the rows."""
+        """Return the names of the rows, in the order of the table."""
         return tuple(one.name for one in self.contenders)
 
 

@@ -1,4 +1,4 @@
-"""Draws the plots of a report, each as a PNG file and as an SVG element that adopts the page's text colour."""
+"""Draw the plots of a report, each as a PNG file and as an SVG element that adopts the page's text colour."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from guozhuang.lab.results import PHASES, Results, StrategyRow
 
 NAMES = ("speed", "step", "loss")
 
-_INK = "#1f2328"  # in the SVG it becomes currentColor, so that text follows the page, light or dark
+_INK = "#1f2328"  # the SVG has "currentColor" in its place, so that text takes the page's colour, light or dark
 _GRID = "#8b949e"
 _COLORS = {"single": "#4477aa", "ddp": "#cc3344", "torch-ddp": "#ee8822", "dp": "#228866", "none": "#8b949e"}
 _MORE_COLORS = ("#aa66aa", "#33a0b8", "#997744", "#5a5ac8", "#b0a000", "#d0609a", "#70a040", "#404a5c", "#c8a080")
@@ -45,7 +45,7 @@ def draw(results: Results) -> Mapping[str, tuple[bytes, str]]:
 
 
 def colors(results: Results) -> dict[str, str]:
-    """Return a colour for each row's name, the same in all plots; rows share one only if there are not enough."""
+    """Return row name -> colour, the same in all plots; rows share a colour only if there are more rows than colours."""
     names = [row.name for row in results.rows]
     spare = [*_MORE_COLORS, *(color for name, color in _COLORS.items() if name not in names)]
     others = [name for name in names if name not in _COLORS]
@@ -69,7 +69,7 @@ def _render(name: str, drawing: Callable[[Any], None], height: float) -> tuple[b
         "xtick.color": _INK,
         "ytick.color": _INK,
         "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
-        "svg.hashsalt": name,  # several pictures on one page must not share ids
+        "svg.hashsalt": name,  # the ids of SVG elements depend on this, and several plots on one page must not share ids
         "hatch.linewidth": 0.6,
     }
     with matplotlib.rc_context(style):
@@ -84,7 +84,7 @@ def _render(name: str, drawing: Callable[[Any], None], height: float) -> tuple[b
 
 
 def _inline(name: str, svg: str) -> str:
-    """Turn an SVG file into an element of a page: no prologue, no fixed size, unique ids, the page's text colour and font."""
+    """Turn an SVG file into an element of a page: without prologue and fixed size, with unique ids and the page's font."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
@@ -148,7 +148,7 @@ def _loss(rows: list[StrategyRow], chosen: Mapping[str, str], axes: Any) -> None
             _smooth(losses),
             label=row.name if row.trains else f"{row.name} (no training)",
             color=chosen[row.name],
-            linestyle=("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))[i % 4],  # equal curves stay visible
+            linestyle=("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))[i % 4],  # so that equal curves are all visible
             linewidth=1.7,
             marker="o" if len(losses) < 8 else None,
             markersize=3,
@@ -157,7 +157,8 @@ def _loss(rows: list[StrategyRow], chosen: Mapping[str, str], axes: Any) -> None
     axes.set_xlabel("step")
     window = _window(len(rows[0].losses))
     axes.set_ylabel("loss" if window == 1 else f"loss, mean of {window} steps")
-    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)  # above the axes and curves
+    # The legend stands above the axes, where it covers no curve.
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
 
 
 def _window(num_steps: int) -> int:

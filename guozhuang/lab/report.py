@@ -1,4 +1,4 @@
-"""Writes a comparison to a folder: ``report.html`` (one file, no network), ``results.json`` and the plots as PNG."""
+"""Write a comparison to a folder: ``report.html`` (one file that loads no other), ``results.json`` and the plots as PNG."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from guozhuang.records import write_bytes, write_text
 def write(results: Results, folder: Path) -> Path:
     """Write all files of the report; each file appears complete or not at all.
 
-    It needs only ``results``, so a report can be written again from ``results.json`` (``results.from_json``).
+    A report follows from ``results`` alone, so it can be written again from ``results.json`` (``results.from_json``).
 
     Args:
         results: the comparison.
@@ -30,7 +30,7 @@ def write(results: Results, folder: Path) -> Path:
     for name in plots.NAMES:
         if name in drawn:
             write_bytes(folder / f"{name}.png", drawn[name][0])
-        else:  # a plot of an earlier comparison would be misleading
+        else:  # remove the plot of an earlier comparison, which would be misleading
             (folder / f"{name}.png").unlink(missing_ok=True)
     write_text(folder / "results.json", to_json(results))
     path = folder / "report.html"
@@ -77,7 +77,7 @@ def html(results: Results, verdict: Verdict, svgs: dict[str, str]) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """Put no-break spaces between numbers and their units."""
+    """Put no-break spaces between the numbers of a text and their units, so that no line of the page ends between them."""
     return re.sub(r"(?<=\d) (?=(%|s|ms|min|h|B|[KMGT]iB)\b|%)", "\N{NO-BREAK SPACE}", text)
 
 

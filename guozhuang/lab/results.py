@@ -25,7 +25,8 @@ class Phases:
         data_s: fetching the batch and moving it to the device.
         forward_s: the model's forward and the loss.
         backward_s: ``loss.backward()`` until the last gradient of this rank exists.
-        exchange_s: from then until ``backward()`` returns: communication that backward does not hide. None with one process.
+        exchange_s: from that gradient until ``backward()`` returns: communication that backward does not hide. None with one
+            process.
         optimizer_s: ``optimizer.step()`` and ``zero_grad()``.
     """
 
@@ -41,7 +42,7 @@ class Phases:
 
     @property
     def step_s(self) -> float:
-        """The duration of the whole step."""
+        """Return the duration of the whole step, in seconds."""
         return sum(self.parts())
 
 
@@ -58,18 +59,18 @@ class RankRecord:
         sent_bytes: bytes that this rank wrote to TCP sockets during the measured steps; None where they cannot be counted.
         peak_bytes: the peak main memory of this process.
         peak_whole_life: whether ``peak_bytes`` includes start-up, because the kernel did not allow a reset.
-        pss_bytes: its proportional share of main memory after a backward pass; None where the kernel does not report it.
+        pss_bytes: this process's proportional share (PSS) of main memory after a backward pass; None where it is not known.
         peak_device_bytes: the peak accelerator memory that PyTorch allocated; None on the CPU.
         main_share: for a forward over several devices in one process, the share of time in which one device works and the
             others wait; None elsewhere.
         gradient_bytes: the size of all gradients.
-        weights_digest: a hash of all parameters at the end.
+        weights_digest: a hash of all parameters at the end, to test whether ranks have bit-identical weights.
         metrics: the result of the workload's evaluation (rank 0 of the first round only).
         num_threads: compute threads of this process.
-        device: the device it trained on.
+        device: the device that this rank trained on.
         dataset_size: the number of training samples.
         batch_size: the samples of one step on this rank.
-        backend: the backend of its collectives; empty in a strategy of one process, which has none.
+        backend: the backend of this rank's collectives; empty in a strategy of one process, which has none.
     """
 
     rank: int
@@ -95,12 +96,12 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class MeasuredRound:
-    """One run of one strategy in fresh processes.
+    """The measurements of one run of one strategy, in fresh processes.
 
     Attributes:
-        number: counted from 1.
-        samples_per_s: samples of all ranks over the wall time of the slowest rank.
-        phases: the mean over the ranks.
+        number: the number of the round, from 1.
+        samples_per_s: samples of all ranks divided by the wall time of the slowest rank.
+        phases: the durations of a step's parts, the mean over the ranks.
         ranks: the record of every rank.
     """
 
@@ -165,78 +166,78 @@ class StrategyRow:
 
     @property
     def ok(self) -> bool:
-        """Whether the strategy finished all its rounds."""
+        """Return whether the strategy finished all its rounds."""
         return self.failure is None and bool(self.rounds)
 
     @property
     def backend(self) -> str:
-        """The backend of the collectives; empty in one process."""
+        """Return the name of the backend of the strategy's collectives; empty for a strategy of one process."""
         return self.rounds[0].ranks[0].backend
 
     @property
     def samples_per_s(self) -> float:
-        """Samples/s: the median over the rounds."""
+        """Return the strategy's samples/s: the median over the rounds."""
         return statistics.median(r.samples_per_s for r in self.rounds)
 
     @property
     def slowest(self) -> float:
-        """Samples/s of the slowest round."""
+        """Return the samples/s of the strategy's slowest round."""
         return min(r.samples_per_s for r in self.rounds)
 
     @property
     def fastest(self) -> float:
-        """Samples/s of the fastest round."""
+        """Return the samples/s of the strategy's fastest round."""
         return max(r.samples_per_s for r in self.rounds)
 
     @property
     def phases(self) -> Phases:
-        """The durations of a step's parts in the median round (the slower of the two middle ones if their number is even)."""
+        """Return the durations of a step's parts in the round of median speed (of two middle rounds, the slower one)."""
         ordered = sorted(self.rounds, key=lambda r: r.samples_per_s)
         return ordered[(len(ordered) - 1) // 2].phases
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The loss at each step of the first round, the mean over the ranks."""
+        """Return the loss at each step of the first round, the mean over the ranks."""
         return tuple(statistics.fmean(step) for step in zip(*(r.losses for r in self.rounds[0].ranks), strict=True))
 
     @property
     def final_loss(self) -> float:
-        """The mean of the last :data:`FINAL_LOSS_STEPS` values of :attr:`losses`."""
+        """Return the mean of the last :data:`FINAL_LOSS_STEPS` values of :attr:`losses`."""
         return statistics.fmean(self.losses[-FINAL_LOSS_STEPS:])
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The evaluation of rank 0's model at the end of the first round."""
+        """Return the metrics of rank 0's model, evaluated at the end of the first round."""
         return self.rounds[0].ranks[0].metrics
 
     @property
     def sent_bytes_per_step(self) -> float | None:
-        """Bytes that a rank wrote to TCP sockets per step: the maximum over ranks, the median over the rounds."""
+        """Return the bytes that a rank wrote to TCP sockets per step: the maximum over ranks, the median over the rounds."""
         return self._median(lambda r: None if r.sent_bytes is None else r.sent_bytes / r.num_steps, max)
 
     @property
     def peak_rank_bytes(self) -> float | None:
-        """Peak main memory of the rank with the highest peak, the median over the rounds."""
+        """Return the peak main memory of the rank with the highest peak, the median over the rounds."""
         return self._median(lambda r: r.peak_bytes, max)
 
     @property
     def peak_device_bytes(self) -> float | None:
-        """Peak accelerator memory of the rank with the highest peak, the median over the rounds."""
+        """Return the peak accelerator memory of the rank with the highest peak, the median over the rounds."""
         return self._median(lambda r: r.peak_device_bytes, max)
 
     @property
     def main_share(self) -> float | None:
-        """For a forward over several devices, the share of time in which one works and the others wait; median over rounds."""
+        """Return the share of a multi-device forward in which one device works and the others wait; median over the rounds."""
         return self._median(lambda r: r.main_share, max)
 
     @property
     def machine_bytes(self) -> float | None:
-        """Main memory of all ranks together, shared pages counted once: the sum of PSS, the median over the rounds."""
+        """Return the main memory of all ranks together, shared pages counted once: the sum of PSS, median over the rounds."""
         return self._median(lambda r: r.pss_bytes, sum)
 
     @property
     def ranks_identical(self) -> bool | None:
-        """Whether all ranks ended every round with bit-identical weights; None with one process."""
+        """Return whether all ranks ended every round with bit-identical weights; None with one process."""
         if self.num_processes == 1 or not self.rounds:
             return None
         return all(len({r.weights_digest for r in one.ranks}) == 1 for one in self.rounds)
@@ -293,7 +294,7 @@ class ComparisonSettings:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one step over all ranks."""
+        """Return how many samples one step uses over all ranks."""
         return self.num_ranks * self.batch_size
 
 
@@ -317,7 +318,7 @@ class Results:
         return next((r for r in self.rows if r.name == name and r.ok), None)
 
     def backends(self) -> dict[str, list[str]]:
-        """Return the names of the rows that used each backend, by backend."""
+        """Return backend -> the names of the rows whose collectives used that backend."""
         found: dict[str, list[str]] = {}
         for row in self.rows:
             if row.ok and row.backend:
@@ -325,7 +326,7 @@ class Results:
         return found
 
     def ratio(self, row: StrategyRow, to: str) -> float | None:
-        """Return the row's samples/s divided by those of the strategy ``to``; None if that has no results."""
+        """Return the row's samples/s divided by those of the strategy ``to``; None if either has no results."""
         other = self.row(to)
         return row.samples_per_s / other.samples_per_s if other is not None and row.ok else None
 
@@ -335,7 +336,7 @@ class Results:
 
 
 def summarize_round(number: int, ranks: Iterable[RankRecord]) -> MeasuredRound:
-    """Combine the ranks' records of one run."""
+    """Combine the ranks' records of one run into the measurements of a round."""
     records = tuple(sorted(ranks, key=lambda r: r.rank))
     num_samples = sum(r.num_steps * r.batch_size for r in records)
     columns = zip(*(r.phases.parts() for r in records), strict=True)

@@ -1,4 +1,4 @@
-"""Executes one run of one strategy in fresh processes: start, watch with a limit, end all processes, collect the records."""
+"""Execute one run of one strategy in fresh processes: start them, watch them with a time limit, end them, collect records."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from guozhuang.launch.crew import Crew, entry
 from guozhuang.launch.request import environment_of_launchers
 from guozhuang.records import build, write_text
 
-_IMPORT_S = 120.0  # how long the warm parent may import
-_GRACE_S = 5.0  # time between asking processes to end and killing them
-_LOOK_S = 0.5  # time between two looks at a run: long, because looking takes time from the measured processes
+_IMPORT_S = 120.0  # seconds that the warm parent may take for its imports
+_GRACE_S = 5.0  # seconds between asking processes to end and killing them
+_LOOK_S = 0.5  # seconds between two looks at a run: long, because looking takes time from the measured processes
 _CAUSE_CHARACTERS = 1500
 _RANK_LOGS = "ranks"  # the folder of the ranks' logs, inside the run's folder
 
@@ -48,11 +48,11 @@ def ended_by_signals() -> Iterator[None]:
 
 
 class Runs:
-    """Executes the runs of a comparison. Where it can, it forks their processes from a warm parent, see [Note: warm parent] in
-    launch/warm.py; the first run waits until that has imported everything, because imports would disturb its measurement.
+    """Executes the runs of a comparison. Where possible, their processes are forks of a warm parent, see [Note: warm parent] in
+    launch/warm.py; the first run waits until the warm parent has imported everything: imports would disturb the measurement.
 
     Args:
-        folder: a folder that is removed with the comparison.
+        folder: a folder that is removed at the end of the comparison.
         threads_per_rank: compute threads of a rank.
         modules: the modules that the workload needs.
         python_path: the folders that ``guozhuang run`` adds to the ranks' PYTHONPATH.
@@ -117,7 +117,7 @@ def command(spec: RunSpec, spec_file: Path) -> list[str]:
     worker = ["-m", "guozhuang.lab.worker", str(spec_file)]
     if strategies.get(spec.strategy).one_process:
         return [*python, *worker]
-    # Ranks write to their own files, so that the launcher need not spend time on copying output.
+    # Each rank writes to a file of its own, so that the launcher need not spend time on copying output.
     options = ["--nproc-per-node", str(spec.num_ranks), "--log-dir", str(Path(spec.folder) / _RANK_LOGS)]
     options += ["--strategy", spec.strategy, "--groups", str(spec.num_groups)]
     options += ["--backend", spec.backend] if spec.backend is not None else []
@@ -135,7 +135,7 @@ def first_cause(folder: Path, log: Path, code: int | None, timeout_s: float) -> 
     """
     failures = [build(RankFailure, json.loads(path.read_text())) for path in folder.glob("error-*.json")]
     text = log.read_text(errors="replace") if log.exists() else ""
-    # A rank that a signal killed left no error file; the errors of other ranks only say that they lost it.
+    # A rank that a signal killed left no error file; the errors of other ranks only say that they lost that rank.
     ended = re.search(r"^guozhuang run: ((rank \d+) failed first: signal .*)$", text, re.MULTILINE)
     if ended and all(one.who != ended[2] for one in failures):
         return ended[1]
@@ -162,7 +162,7 @@ def _killed_by(number: int) -> str:
 
 
 def _watch(crew: Crew, folder: Path, timeout_s: float, tick: Callable[[int], None]) -> int | None:
-    """Wait for the process to end, and call ``tick`` meanwhile; return its exit code, None if the time limit passed first."""
+    """Wait until the run's process ends, and call ``tick`` meanwhile; return the exit code, None if the time limit passed."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         ended = crew.wait(min(_LOOK_S, max(0.01, deadline - time.monotonic())))
@@ -176,11 +176,11 @@ def _ask_for_stacks(folder: Path) -> None:
     for path in folder.glob("pid-*"):
         with contextlib.suppress(ProcessLookupError, ValueError):
             psutil.Process(int(path.read_text())).send_signal(signal.SIGUSR1)
-    time.sleep(2.0)  # signal handlers write at once, but on a busy machine they may run late
+    time.sleep(2.0)  # wait until the ranks have written their stacks: on a busy machine signal handlers may run late
 
 
 def _append_ranks(log: Path, folder: Path) -> None:
-    """Append the output of each rank, which the ranks write to files of their own, to the log of a run that failed."""
+    """Append the output of each rank, which is in a file of its own, to the log of a run that failed."""
     with log.open("ab") as out:
         for path in sorted((folder / _RANK_LOGS).glob("rank*.log")):
             out.write(f"\n{path.stem}:\n".encode() + path.read_bytes())
@@ -192,5 +192,5 @@ def _collect(spec: RunSpec) -> tuple[RankRecord, ...]:
 
 
 def new_folder(parent: Path, name: str) -> str:
-    """Create an empty folder for a run's files."""
+    """Create an empty folder for a run's files; return its path."""
     return tempfile.mkdtemp(prefix=f"{name}-", dir=parent)

@@ -1,4 +1,4 @@
-"""Prints a comparison to the terminal: three small tables that fit 80 columns, then the recommended strategy and why."""
+"""Print a comparison to the terminal: three small tables that fit 80 columns, then the recommended strategy and why."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _cost(results: Results, verdict: Verdict) -> Table:
 
 
 def primary_metric(results: Results) -> str:
-    """Return the name of the first metric that any strategy has; empty if there is none."""
+    """Return the name of the first metric that any strategy was evaluated by; empty if the workload has no metric."""
     return next((name for row in _ok(results) for name in row.metrics), "")
 
 

@@ -1,4 +1,4 @@
-"""Draws the conclusion of a comparison in sentences: which strategy to use, why, and how.
+"""Draw the conclusion of a comparison in sentences: which strategy to use, why, and how.
 
 The rules depend on the results alone:
 
@@ -7,11 +7,12 @@ The rules depend on the results alone:
    of the first step by more than :data:`DIVERGED` times that loss. Strategies that cannot be recommended are left out of all
    comparisons too. An inexact strategy can be recommended; the verdict calls it inexact and compares it with the fastest
    exact one.
-2. The fastest is the one with the highest median of samples/s.
-3. Others tie with it if the ranges of both over the rounds overlap and the medians are less than :data:`TIE` apart
-   (with one round there are no ranges: less than :data:`TIE_OF_ONE_ROUND`). Of strategies that tie, the simplest is chosen.
-4. If the number of rounds was left open, two are enough if the rounds of no strategy differ by more than
-   :data:`SETTLED`, and no other strategy that trains is within it of the fastest: a third would not change rule 3.
+2. The fastest strategy is the one with the highest median of samples/s.
+3. Another strategy ties with the fastest if the ranges of both over the rounds overlap and the medians are less than
+   :data:`TIE` apart (with one round there are no ranges: less than :data:`TIE_OF_ONE_ROUND`). Of tied strategies, the simplest
+   is chosen.
+4. If the number of rounds was left open, two rounds are enough if the rounds of no strategy differ by more than
+   :data:`SETTLED`, and no other strategy that trains is that close to the fastest: a third round would not change rule 3.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from guozhuang.lab.results import PHASES, Results, StrategyRow
 TIE = 0.10
 TIE_OF_ONE_ROUND = 0.03
 
-#: The difference in rule 4, as a share of the slower value.
+#: The difference of samples/s in rule 4 of the module's docstring, as a share of the slower value.
 SETTLED = 0.05
 
 #: If the fastest round is faster than the slowest by more than this factor, other programs kept the machine busy.
@@ -47,7 +48,7 @@ class Verdict:
     Attributes:
         recommended: the strategy's name; None if none can be recommended.
         headline: the conclusion in one sentence.
-        reasons: the arguments for it, a sentence or two each.
+        reasons: the arguments for the conclusion, a sentence or two each.
         how: lines of code and shell that use the strategy.
         cautions: warnings about the results.
     """
@@ -60,7 +61,7 @@ class Verdict:
 
 
 def judge(results: Results) -> Verdict:
-    """Apply the rules of this module to the results."""
+    """Draw the conclusion from the results, by the rules in the docstring of this module."""
     candidates = [row for row in results.rows if row.ok and row.trains and not _drifted(row) and not _diverged(row)]
     if not candidates:
         ended = any(row.ok and row.trains for row in results.rows)
@@ -87,7 +88,7 @@ def judge(results: Results) -> Verdict:
 
 
 def settled(speeds: Mapping[str, Sequence[float]], training: Collection[str]) -> bool:
-    """Tell by rule 4 whether the rounds so far are enough.
+    """Return whether the rounds so far are enough, by rule 4 in the docstring of this module.
 
     Args:
         speeds: samples/s of each round, by strategy; only strategies that have not failed.
@@ -100,7 +101,7 @@ def settled(speeds: Mapping[str, Sequence[float]], training: Collection[str]) ->
 
 
 def how(results: Results, row: StrategyRow) -> tuple[str, ...]:
-    """Return the lines that use a strategy for a user's own training script."""
+    """Return the lines of code and shell with which a user's own training script uses the strategy of a row."""
     settings = results.settings
     num_processes = 1 if row.one_process else settings.num_ranks
     batch_size = settings.global_batch_size if row.one_process else settings.batch_size
@@ -215,7 +216,7 @@ def _memory(results: Results, chosen: StrategyRow) -> list[str]:
 
 
 def _compression(chosen: StrategyRow, candidates: Sequence[StrategyRow]) -> list[str]:
-    """Return a reason that says that sending less was not faster, if inexact strategies were compared."""
+    """Return the reason that sending less does not pay, if an exact strategy was chosen among inexact ones; else nothing."""
     inexact = [row.name for row in candidates if not row.exact and row is not chosen]
     if not chosen.exact or not inexact:
         return []
@@ -253,7 +254,7 @@ def _cautions(results: Results, chosen: StrategyRow | None, candidates: Sequence
                 f"{row.name} began with a loss of {row.losses[0]:.4g} and ended with one of {row.final_loss:.4g}: "
                 "training diverged, and its results mean nothing."
             )
-        far = row.difference is not None and not row.difference.distance <= ROUNDING_DISTANCE  # also when it is NaN
+        far = row.difference is not None and not row.difference.distance <= ROUNDING_DISTANCE  # a NaN counts as far too
         if row.exact and far and row.difference is not None:
             found.append(
                 f"{row.name} ended {units.tiny(row.difference.distance)} (relative distance of all weights) away "
@@ -306,12 +307,12 @@ def _drifted(row: StrategyRow) -> bool:
 
 
 def _diverged(row: StrategyRow) -> bool:
-    """Tell by rule 1 whether training diverged; for a first loss of 0 the final loss is compared with :data:`DIVERGED`."""
+    """Return whether training diverged, by rule 1; after a first loss of 0 it did if the final loss exceeds ``DIVERGED``."""
     first, last = row.losses[0], row.final_loss
     return not math.isfinite(last) or last - first > DIVERGED * (abs(first) or 1.0)
 
 
 def short(cause: str, num_characters: int = 200) -> str:
-    """Return the first line of a cause, cut to a maximum length."""
+    """Return the first line of the cause of a failure, cut to a maximum length."""
     line = cause.strip().splitlines()[0] if cause.strip() else "no reason was given"
     return line if len(line) <= num_characters else line[: num_characters - 1] + "…"

@@ -1,6 +1,6 @@
-"""One rank of one measured run: ``python -m guozhuang.lab.worker SPEC.json``, alone or under ``guozhuang run``.
+"""The program of one rank of a measured run: ``python -m guozhuang.lab.worker SPEC.json``, alone or under ``guozhuang run``.
 
-It trains for a given number of steps, measures, and writes ``rank-R.json`` (or an ``error-*.json``) to the run's folder.
+A worker trains for a given number of steps, measures, and writes ``rank-R.json`` (or an ``error-*.json``) to the run's folder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RunSpec:
         strategy: a name from ``guozhuang.strategies``.
         purpose: one of :data:`PURPOSES`.
         folder: the folder to which the ranks write their results.
-        workload: its name, or ``module:function``.
+        workload: the workload's name, or ``module:function``.
         options: the options of the workload.
         data_folder: the folder for data that a workload prepares once for all runs.
         num_ranks: the ranks that share the global batch; a strategy of one process trains on all of it.
@@ -97,7 +97,7 @@ class RankFailure:
 
 @dataclass
 class _Recording:
-    """The marks and losses of all steps; marks are those of the clock, converted to seconds at the end."""
+    """The marks of ``measure.Clock`` and the losses of all steps; marks are converted to seconds at the end of the run."""
 
     marks: list[tuple[Any, Any, Any, Any, Any, Any]] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
@@ -122,7 +122,7 @@ class _Trainer:
         (self.model, _), self.train = prepared, prepared.step
         self.divided = is_divided(self.bare)
         if self.timeline is not None and hasattr(self.model, "timeline"):
-            cast(Any, self.model).timeline = self.timeline  # so that the trace also shows its buckets
+            cast(Any, self.model).timeline = self.timeline  # so that the trace also shows the model's buckets
         self.batch_size = self.workload.batch_size * (spec.num_ranks if self.strategy.one_process else 1)
         self.batches = _batches(self.workload, self.batch_size, spec.seed, here)
         self.recording = _Recording()
@@ -146,8 +146,8 @@ class _Trainer:
         passed("data")
         loss = self.train(batch, self.workload.loss, passed=passed)
         fetched, computed, returned, stepped = ended
-        # Divided parameters are not the objects that ``last_gradient`` watches. With them, and in a step without a mark,
-        # backward counts as ended when it returns.
+        # Divided parameters are not the objects that ``last_gradient`` watches. With these, and in a step without a mark, the
+        # phase "backward" lasts until the call returns.
         last_gradient = None if self.divided else self.last_gradient.take()
         last_gradient = returned if last_gradient is None else last_gradient
         self.recording.marks.append((start, fetched, computed, last_gradient, returned, stepped))
@@ -170,8 +170,8 @@ def main(arguments: list[str]) -> None:
             write_text(folder / f"rank-{here.rank}.json", json.dumps(asdict(record)))
     except Exception as error:
         _write_error(folder, error)
-        raise  # an uncaught exception lets the process exit without waiting for other ranks
-    gc.collect()  # a wrapped model holds the group, whose threads must end before the interpreter exits
+        raise  # after an uncaught exception the process exits without waiting for other ranks
+    gc.collect()  # free the wrapped model: it holds the group, whose threads must end before the interpreter exits
     world.shutdown()
 
 
@@ -196,7 +196,7 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         trainer.timeline.write(Path(spec.folder) / f"timeline-{here.rank}.json")
         return None
     if isinstance(trainer.model, DistributedDataParallel):
-        trainer.model.agree()  # between exchanges of weights each rank has different ones
+        trainer.model.agree()  # strategies that exchange weights now and then have different weights on each rank in between
     metrics = _keep_first(trainer) if spec.purpose == "first" else {}
     trainable = [p for p in trainer.bare.parameters() if p.requires_grad]
     return RankRecord(
@@ -228,7 +228,8 @@ def _warm_up(trainer: _Trainer) -> int | None:
     found: list[int | None] = []
 
     def weigh() -> None:
-        _wait_for_all(trainer.here)  # the same moment on every rank, when all hold their gradients and optimizer state
+        # All ranks must measure at the same moment, when each holds its gradients and optimizer state.
+        _wait_for_all(trainer.here)
         found.append(measure.pss_bytes())
         _wait_for_all(trainer.here)
 
@@ -242,7 +243,7 @@ def _warm_up(trainer: _Trainer) -> int | None:
 def _keep_first(trainer: _Trainer) -> dict[str, float]:
     """Save an exact strategy's weights in the run's folder, and evaluate rank 0's bare model while the other ranks wait."""
     metrics: dict[str, float] = {}
-    whole = full_weights(trainer.bare)  # on every rank, because divided weights are gathered
+    whole = full_weights(trainer.bare)  # every rank must call this, because divided weights are gathered
     if trainer.here.rank == 0:
         if trainer.strategy.exact:
             weights = {name: weight.cpu() for name, weight in whole.items()}
@@ -250,7 +251,7 @@ def _keep_first(trainer: _Trainer) -> dict[str, float]:
         if trainer.workload.evaluate is not None:
             torch.set_num_threads(trainer.spec.num_cores)
             model = trainer.bare
-            if trainer.divided:  # its forward would need all ranks
+            if trainer.divided:  # the forward of a divided model would need all ranks: evaluate a whole copy
                 model = load_whole(trainer.workload.model().to(trainer.here.device), whole, model)
             metrics = {name: float(value) for name, value in trainer.workload.evaluate(model).items()}
     _wait_for_all(trainer.here)
@@ -265,7 +266,7 @@ def _mean_phases(trainer: _Trainer) -> Phases:
         for i, (start, end) in enumerate(pairwise(step)):
             sums[i] += seconds(start, end)
     data_s, forward_s, backward_s, exchange_s, optimizer_s = (total / len(marks) for total in sums)
-    # In one process the time after the last gradient is the end of backward, not communication.
+    # In one process, or with divided weights, the time after the last gradient belongs to backward and is no exposed exchange.
     if trainer.strategy.one_process or trainer.divided:
         return Phases(data_s, forward_s, backward_s + exchange_s, None, optimizer_s)
     return Phases(data_s, forward_s, backward_s, exchange_s, optimizer_s)

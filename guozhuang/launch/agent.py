@@ -26,7 +26,7 @@ from guozhuang.launch.request import Request, RunReport, with_folders
 _log = logging.getLogger("guozhuang")
 _SECRET_BYTES = 32
 _ERROR_LEVEL = 2  # the level "error" of torch's C++ log
-_READ_S = 5.0  # after a signal: how long the last message may wait for the reader of standard error
+_READ_S = 5.0  # seconds; how long after a signal the last message may wait for the reader of standard error
 
 
 def main(arguments: Sequence[str], request: Request | None = None) -> int:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str], request: Request | None = None) -> int:
 
     Returns:
         0 if every rank ended with 0; else the exit code of the rank that failed first, 128 + its number for a signal;
-        1 if the nodes did not meet.
+        1 if the rendezvous of the nodes failed.
 
     Raises:
         UsageError: the command line cannot work; nothing was started.
@@ -147,7 +147,7 @@ def _variables(ours: Plan, request: Request) -> Iterator[None]:
     """Set the environment that the ranks inherit, and restore it afterwards."""
     before = dict(os.environ)
     for name in ("GUOZHUANG_LOCAL_RANK", *request.extension.of_a_process):
-        os.environ.pop(name, None)  # set where this run was started inside a rank of another run
+        os.environ.pop(name, None)  # a run that is started inside a rank of another run inherits such variables
     os.environ.update(request.extension.defaults(os.environ))
     os.environ.update(ours.variables)
     os.environ.update(request.variables)
@@ -163,8 +163,8 @@ def _variables(ours: Plan, request: Request) -> Iterator[None]:
 def _errors_only() -> Iterator[None]:
     """Suppress warnings of torch's C++ log inside the ``with`` block, unless the environment sets a log level.
 
-    For a lost store torch would log twenty lines of stack frames; our error is one line. ``TORCH_CPP_LOG_LEVEL`` does not
-    serve: torch reads it only at import, and ranks inherit it. So the C++ variable behind it is set, if it can be found.
+    For a lost store torch would log twenty lines of stack frames; our error is one line. ``TORCH_CPP_LOG_LEVEL`` cannot be
+    used: torch reads it only at import, and ranks inherit it. So the C++ variable behind it is set, if it can be found.
     """
     import torch
 

@@ -1,6 +1,6 @@
 """The rank processes of one node: each is started in its own session, watched by pidfd, and killed at the end of the run.
 
-See [Note: no orphans] in guard.py, and [Note: warm parent] in warm.py for ranks that are started anew.
+See [Note: no orphans] in guard.py, and [Note: warm parent] in warm.py for ranks that are restarted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from guozhuang.watch.processes import pidfd_open, start_of, status
 
 ENTRY = str(Path(__file__).with_name("rank.py"))
 _log = logging.getLogger("guozhuang")
-# How long ranks run before the warm parent is started: its imports would slow down theirs, and short runs need none.
+# Seconds between the start of the ranks and that of the warm parent: its imports would slow down theirs; short runs need none.
 WARM_AFTER_S = 5.0
 _POLL_S = 0.05  # interval of polling where the kernel has no pidfd
 
@@ -57,9 +57,9 @@ class Crew:
         self._handles: dict[int, int] = {}  # pidfd -> rank
         self.warm: WarmParent | None = warm.inherited
         self._is_of_launchers = False
-        self._warm_words: Sequence[str] = ()  # the command of the ranks that the warm parent is for
+        self._warm_words: Sequence[str] = ()  # the rank command that ``wait`` starts a warm parent for; empty: none
         self._warm_at = float("inf")
-        self._shared: set[tuple[str, str]] | None = None  # environment variables that all ranks have had
+        self._shared: set[tuple[str, str]] | None = None  # environment variables that were equal in all ranks so far
 
     def start(
         self, rank: int, command: Sequence[str], environ: Mapping[str, str], stdout: str = "", stderr: str = ""
@@ -69,7 +69,7 @@ class Crew:
         Args:
             rank: its number in the world.
             command: the program and its arguments, after the words of ``entry``.
-            environ: its complete environment, but for the name of the run.
+            environ: its complete environment, except the name of the run.
             stdout, stderr: paths of files or pipes to append to, which may be the same; empty: the rank inherits the stream
                 of this process.
         """
@@ -89,7 +89,7 @@ class Crew:
         return process.pid
 
     def keep_warm(self, words: Sequence[str]) -> None:
-        """Start a warm parent in ``WARM_AFTER_S`` seconds, by ``wait``; where it can, it forks the ranks that start later.
+        """Have ``wait`` start a warm parent in ``WARM_AFTER_S`` seconds; it forks later ranks where that is possible.
 
         Args:
             words: the command of a rank, without the words of ``entry``.
@@ -104,7 +104,7 @@ class Crew:
             words: the command of a launcher, without the words of ``entry``.
             environ: the environment of launchers and their ranks, as far as it is known.
             modules: further modules to import.
-            limit_s: how long to wait; if it is not ready by then, launchers are started by ``exec``.
+            limit_s: how long to wait; if the warm parent is not ready by then, launchers are started by ``exec``.
         """
         self._is_of_launchers = True
         self._start_warm_parent(words, {**environ, guard.VARIABLE: self.run}, modules, limit_s)
@@ -141,7 +141,7 @@ class Crew:
         return forked
 
     def know(self, pids: Sequence[int]) -> None:
-        """Add further processes to the run, such as its parameter servers, so that they are killed with it."""
+        """Add further processes to the run, such as its parameter servers, so that the end of the run kills them."""
         self.sessions |= {pid: start_of(pid) for pid in pids}
         self._guard.know(pids)
 
@@ -170,14 +170,14 @@ class Crew:
         return ended
 
     def send(self, ranks: Iterable[int], number: int) -> None:
-        """Send a signal to the process groups of these ranks, so also to child processes that stayed in them."""
+        """Send a signal to the process groups of these ranks, and so to child processes that stayed in their groups."""
         for rank in ranks:
             if rank in self._processes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._processes[rank].pid, number)
 
     def held(self) -> list[int]:
-        """Return the ranks that are in uninterruptible sleep now."""
+        """Return the ranks that are in uninterruptible sleep (state D) now."""
         return [rank for rank, process in self._processes.items() if state_of(process.pid) == "D"]
 
     def end_all(self, grace_s: float) -> None:

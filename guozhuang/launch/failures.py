@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from guozhuang.launch import tracebacks
 
-_LAST_LINES = 12  # number of last lines that are shown of the rank that failed first
-_LEAVING_LINES = 3  # number of lines that a rank may print between its traceback and its end
+_LAST_LINES = 12  # how many last lines of the rank that failed first the report shows
+_LEAVING_LINES = 3  # a rank that printed at most this many lines after a traceback was ending because of it
 OUT_OF_MEMORY = "if nobody sent it, the machine ran out of memory"
 
 
@@ -48,18 +48,18 @@ class Failure:
 
     @property
     def traceback(self) -> Sequence[str]:
-        """Return the lines of the Python traceback that ended it; empty if it ended by something else, such as SIGKILL."""
+        """Return the Python traceback that ended the rank, in lines; empty if something else did, such as SIGKILL."""
         begin, end = self._place
         return self.lines[begin:end]
 
     @property
     def before(self) -> Sequence[str]:
-        """Return the last lines it printed before the traceback."""
+        """Return the last lines that the rank printed before its traceback."""
         return _last_lines(self.lines[: self._place[0]])
 
     @property
     def after(self) -> Sequence[str]:
-        """Return the last lines it printed after the traceback, or of all if there is no traceback."""
+        """Return the last lines that the rank printed after its traceback, or of all its lines if it has no traceback."""
         return _last_lines(self.lines[self._place[1] :])
 
     @property
@@ -70,32 +70,32 @@ class Failure:
 
     @property
     def was_leaving(self) -> bool:
-        """Return whether it had raised an exception, and the launcher's SIGTERM came while it was still shutting down.
+        """Return whether the rank had raised an exception, and was still shutting down when the launcher's SIGTERM ended it.
 
-        Shutting down can take a second or more; meanwhile another rank can lose the connection to it and end first.
+        Shutting down can take a second or more; meanwhile another rank can lose the connection to this one and end first.
         """
         is_terminated = self.exitcode == -signal.SIGTERM
         return is_terminated and self._found is not None and len(self.lines) - self._found[1] <= _LEAVING_LINES
 
     @property
     def code(self) -> int:
-        """Return the exit code, or 1 (that of an exception) if the launcher's SIGTERM came while it was shutting down."""
+        """Return the exit code of the rank; 1, as for an exception, if ``was_leaving``."""
         return 1 if self.was_leaving else self.exitcode
 
     @property
     def failed(self) -> float:
-        """Return when it failed: when it began to print its traceback, which can be long before its end."""
+        """Return the time of the failure: when the rank began to print its traceback, which can be long before its end."""
         began = self.times[self._place[0]] if self.traceback and self.times else 0.0
         return min(began or self.ended, self.ended)
 
     @property
     def is_reaction(self) -> bool:
-        """Return whether another rank's end caused it: the launcher ended it, or its output reports a lost peer."""
+        """Return whether another rank's end caused this one: the launcher ended the rank, or its output reports a lost peer."""
         return self._distance > 0
 
     @property
     def _distance(self) -> int:
-        """How far it is from the cause: 0: it may be the cause; 1: it reports a lost peer; 2: the launcher ended it."""
+        """Rank this failure as a cause: 0: it may be the cause; 1: its rank reports a lost peer; 2: the launcher ended it."""
         if self.code == -signal.SIGTERM:
             return 2
         is_crash = self.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
@@ -155,7 +155,7 @@ def describe(failures: Mapping[int, Failure], host: str, num_nodes: int = 1) -> 
 
 
 def _last_lines(lines: Sequence[str]) -> Sequence[str]:
-    """Return the last lines, without empty lines at the end."""
+    """Return the last ``_LAST_LINES`` of the lines, without empty lines at the end."""
     end = max((index + 1 for index, line in enumerate(lines) if line.strip()), default=0)
     return lines[:end][-_LAST_LINES:]
 
@@ -172,13 +172,13 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 
 def how(code: int) -> str:
-    """Return ``exit code 3`` or ``signal 9 (SIGKILL)``."""
+    """Describe how a process ended: ``exit code 3`` for 3, ``signal 9 (SIGKILL)`` for -9."""
     name = signal_name(-code)
     return f"exit code {code}" if code >= 0 else f"signal {-code} ({name})" if name.startswith("SIG") else name
 
 
 def signal_name(number: int) -> str:
-    """Return ``SIGKILL`` for 9; ``signal 40`` for a signal without a name."""
+    """Return the name of a signal: ``SIGKILL`` for 9; ``signal 40`` for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:

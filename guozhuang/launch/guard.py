@@ -25,9 +25,8 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-if (
-    not __package__
-):  # run as a file: load this module alone, so that the import below does not load the packages around it
+# When this file is run as a program, load ``watch.processes`` alone: the import below would load its packages too.
+if not __package__:
     import types
 
     _name, _path = "guozhuang.watch.processes", os.path.join(os.path.dirname(__file__), "../watch/processes.py")
@@ -39,9 +38,9 @@ from guozhuang.watch.processes import all_pids, environment, pidfd_open, start_o
 
 # Environment variable that holds the name of the run in every process of it.
 VARIABLE = "GUOZHUANG_RUN"
-# The guard has this variable instead, by which a supervisor that kills remaining processes spares the guard for a second.
+# Environment variable of guards, in place of ``VARIABLE``; a supervisor that kills all processes spares guards for a second.
 OF_GUARDS = "GUOZHUANG_GUARD"
-_LIMIT_S = 5.0  # wait after SIGKILL; a process in uninterruptible sleep (state D) is left behind then
+_LIMIT_S = 5.0  # seconds to wait after SIGKILL; then a process in uninterruptible sleep (state D) is left behind
 
 
 def belonging(run: str, sessions: Mapping[int, int], spared: Collection[int] = ()) -> list[int]:
@@ -79,7 +78,7 @@ def end_all(run: str, sessions: Mapping[int, int], grace_s: float, spared: Colle
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
         time.sleep(0.01)
-        left = belonging(run, sessions, spared)  # searched anew: a process may have started children
+        left = belonging(run, sessions, spared)  # search again: a process may have started children
     return there
 
 
@@ -91,7 +90,7 @@ def _is_of_session(session: int, sessions: Mapping[int, int]) -> bool:
 
 
 class Guard:
-    """The agent's handle of its guard: a process that ends the run when the agent is gone.
+    """The agent's handle of its guard, a process that kills the other processes of the run when the agent is gone.
 
     Args:
         run: the run's name.

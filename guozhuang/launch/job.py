@@ -11,14 +11,14 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Time that ranks get after Ctrl-C to return from a collective (Python handles SIGINT only then) before they get SIGTERM.
+# Seconds that ranks get after Ctrl-C to return from a collective (Python handles SIGINT only then) before they get SIGTERM.
 INTERRUPT_S = 5.0
-# A process that has not ended this long after SIGKILL is in uninterruptible sleep; the agent leaves it behind.
+# Seconds; a process that has not ended so long after SIGKILL is in uninterruptible sleep, and the agent leaves it behind.
 KILLED_S = 5.0
 
 
 class Policy(enum.Enum):
-    """Whether the failure of one rank restarts all ranks, or only that rank."""
+    """The rule for the failure of one rank: restart all ranks, or only that rank."""
 
     RESTART_ALL = "restart-all"
     KEEP_SURVIVORS = "keep-survivors"
@@ -31,7 +31,7 @@ class Outcome(enum.Enum):
     FAILED = enum.auto()
     RETRY = enum.auto()  # a rank failed, and all ranks are to be restarted
     RESTART = enum.auto()  # another node restarts its ranks, so this node must restart its own
-    STOPPED = enum.auto()  # ended by ``interrupt`` or ``stop``
+    STOPPED = enum.auto()  # a call of ``interrupt`` or ``stop`` ended the attempt
     HELD = enum.auto()  # a rank was in uninterruptible sleep for too long
 
 
@@ -83,7 +83,7 @@ class Job:
         """Reset the state for an attempt with these ranks."""
         self.living = set(ranks)
         self.codes: dict[int, int] = {}  # exit codes of the ranks that have ended; negative for a signal
-        self._outcome: Outcome | None = None  # set once it is decided; the ranks are then being stopped
+        self._outcome: Outcome | None = None  # how the attempt will end; set when its ranks begin to be stopped
         self._pending: list[Send] = []
         self._term_at = self._kill_at = self._leave_at = float("inf")
         self._held_since.clear()
@@ -96,7 +96,7 @@ class Job:
 
     @property
     def is_watching_kernel(self) -> bool:
-        """Return whether the agent must call ``kernel_holds``."""
+        """Return whether the agent must report ranks in uninterruptible sleep, by ``kernel_holds``."""
         return self._held_s > 0
 
     def ended(self, rank: int, code: int) -> None:
@@ -105,7 +105,7 @@ class Job:
         self.codes[rank] = code
 
     def interrupt(self, number: int, now: float) -> None:
-        """Record that the agent got a signal that ends the run: it is sent to the ranks; a second signal kills them at once."""
+        """Record a signal to the agent that ends the run: the ranks get the signal too; a second one kills them at once."""
         if self._outcome is Outcome.STOPPED:
             self._kill_at = now
             return

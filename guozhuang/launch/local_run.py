@@ -1,4 +1,4 @@
-"""The run of one node: start its ranks, watch them, carry out the decisions of ``Job``, and remove everything at the end."""
+"""Run one node's ranks: start and watch them, carry out the decisions of ``Job``, and remove everything at the end."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from guozhuang.launch.servers import ServersError, ServersOfANode
 from guozhuang.launch.signals import SignalledError
 from guozhuang.world import versions
 
-_GRACE_S = 2.0  # time between SIGTERM and SIGKILL for processes that ranks left behind, such as data-loader workers
-_SHUTDOWN_S = 30.0  # time between SIGTERM and SIGKILL for ranks, where this version of torch has no option for it
+_GRACE_S = 2.0  # seconds between SIGTERM and SIGKILL for processes that ranks left behind, such as data-loader workers
+_SHUTDOWN_S = 30.0  # seconds between SIGTERM and SIGKILL for ranks, if this version of torch has no option for that
 _HELD = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 
@@ -122,7 +122,7 @@ class LocalRun(NodeRun):
             self._crew.keep_warm(self._words)
 
     def _start_rank(self, local_rank: int, environ: dict[str, str]) -> None:
-        """Start the process of a rank, which counts as living from then on: a rank that cannot be started is not waited for."""
+        """Start the process of a rank; only then the rank counts as living: nothing waits for one that could not be started."""
         rank = int(environ["RANK"])
         self._job.living.discard(rank)
         if self._logs is not None:
@@ -188,7 +188,7 @@ class LocalRun(NodeRun):
         return None
 
     def _replace(self, lost: Replace) -> None:
-        """Start a new process for a rank that failed, while the other ranks keep running. First its children are killed."""
+        """Kill the children that a failed rank left, and start a new process for the rank while the other ranks run on."""
         assert self._attempt is not None
         self._crew.end_left(self._pids[lost.rank])
         failure = self._failures({lost.rank: lost.code})[lost.rank]
@@ -231,11 +231,11 @@ class LocalRun(NodeRun):
             self._rendezvous.close()
         super().close()
         if self._has_torchruns_logs and self._plan.elastic.log_dir is None:
-            with contextlib.suppress(OSError):  # it stays unless it is empty, because no rank was started
+            with contextlib.suppress(OSError):  # a folder with logs is kept: rmdir removes an empty one only
                 assert self._config.logs_specs is not None
                 os.rmdir(str(self._config.logs_specs.root_log_dir))
 
-    # The report of the run's end.
+    # Methods that report how the run ended.
 
     def _conclude(self, outcome: Outcome, rendezvous: FixedRendezvous) -> RunReport:
         self._clean_up()
@@ -257,7 +257,7 @@ class LocalRun(NodeRun):
         rank = first(failures)
         failure = failures[rank]
         elsewhere = rendezvous.give_up(headline(failure, host), exit_code(failure.code), failure.is_reaction)
-        # After the report to the other nodes, because writing may wait for the reader of our output without limit.
+        # Close the output only after the report to the other nodes, since that may wait without limit for its reader.
         self._output.close()
         failures = self._failures(self._job.failed)
         assert self._attempt is not None
@@ -277,7 +277,7 @@ class LocalRun(NodeRun):
         return f"{self._job.max_restarts - self._job.restarts_left} of at most {self._job.max_restarts} times"
 
     def _failures(self, codes: Mapping[int, int]) -> dict[int, Failure]:
-        """Return what is known of each rank that failed, with its last lines."""
+        """Return a ``Failure`` for each rank that failed, with the rank's last lines."""
         self._output.catch_up()
         found, now = {}, time.monotonic()
         for rank, code in codes.items():
@@ -300,7 +300,7 @@ class LocalRun(NodeRun):
 
 
 def _number(text: str) -> float:
-    """Return the number in the value of a variable of torchrun; 0.0 (off) if it is none."""
+    """Return the number in the value of a variable of torchrun; 0.0 (off) if the value is no number."""
     try:
         return max(0.0, float(text))
     except ValueError:
@@ -342,7 +342,7 @@ class TorchrunLogs:
         return [path for path in found if path]
 
     def close(self) -> None:
-        """Show the remaining lines, and end the threads. Call it after all ranks of the attempt have ended."""
+        """Show the remaining lines, and end the threads. All ranks of the attempt must have ended before."""
         for tail in self._tails:
             tail.stop()
         self._stack.close()

@@ -1,4 +1,4 @@
-"""What every run of a node has, however its nodes meet: a folder, a crew, the output, signals, and the command of a rank."""
+"""The base of a node's run, with any rendezvous: its folder, ``Crew``, output, signal handlers, and the command of a rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from guozhuang.launch.request import Request
 from guozhuang.launch.signals import Signals
 from guozhuang.world import versions
 
-_OUTPUT_S = 5.0  # after a signal: how long the remaining output may wait for its reader
+_OUTPUT_S = 5.0  # seconds; how long after a signal the remaining output may wait for its reader
 # Runs the script for --run-path in a process that we start: torch would use one that does not end with the agent.
 _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
@@ -56,7 +56,7 @@ class NodeRun:
         self._signals = Signals(torchrun_options.signals_of(plan.elastic.signals_to_handle))
 
     def _read(self) -> tuple[LaunchConfig, list[str]]:
-        """Let torch read the options; return its configuration, and the program to start with its arguments."""
+        """Let torch parse the options; return torch's configuration, and the program to start with its arguments."""
         program: Callable[..., object] | str
         try:
             config, program, arguments = config_from_args(self._plan.elastic)
@@ -70,11 +70,11 @@ class NodeRun:
 
     @property
     def _command(self) -> list[str]:
-        """The command of a rank, without its local rank."""
+        """The command that starts a rank, without an option for the local rank."""
         return [*entry(self._plan.log_folder or ""), *self._words]
 
     def _with_local_rank(self, command: Sequence[str], local_rank: str) -> list[str]:
-        """Return a command with the local rank as an option of the script, if the script reads it from one.
+        """Return a command with the local rank as an option of the script, if ``--pass-local-rank`` asks for that.
 
         Args:
             command: as ``_command``.
@@ -88,7 +88,7 @@ class NodeRun:
         return [*command[:at], f"{plan.pass_local_rank}={number}", *command[at:]]
 
     def _shown(self, *, may_inherit: bool) -> Shown:
-        """Return the user's options on output; ``may_inherit``: a single rank may write to the agent's own streams."""
+        """Return how output is shown by the user's options; ``may_inherit``: a single rank may write to the agent's streams."""
         plan, filtered = self._plan, self._plan.elastic.local_ranks_filter
         ranks = frozenset(int(rank) for rank in filtered.split(",")) if filtered else None
         is_alone = plan.num_local_ranks == 1 and self._config.max_nodes == 1
@@ -96,7 +96,7 @@ class NodeRun:
         return Shown(plan.log_folder, not (may_inherit and is_alone and is_plain), ranks, plan.copy_folder)
 
     def _failure(self, rank: int, code: int, pid: int, ended: float, error_file: str) -> Failure:
-        """Return what is known of a rank that failed at ``ended`` (of the monotonic clock), with its last lines."""
+        """Return the ``Failure`` of a rank that ended at ``ended`` (of the monotonic clock), with its last lines."""
         seen = list(self._output.traces[rank].lines) if rank in self._output.traces else []
         lines = [tracebacks.plain(line) for _, line in seen]
         return Failure(rank, code, pid, ended, lines, [when for when, _ in seen], hang_in(error_file))

@@ -34,14 +34,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def begin(agent: int, log_folder: str) -> bool:
-    """Let the kernel end this process with the agent, and open its output; return False if the agent has already ended.
+    """Ask the kernel to kill this process when the agent ends, and open its output; return False if the agent has ended.
 
     Args:
         agent: the process id of the agent, which is the parent of this process.
         log_folder: the folder of the rank's log file; empty: the output stays as the agent opened it.
     """
     if not _end_with_the_agent(agent):
-        return False  # nothing would end this rank
+        return False  # the agent has already ended, so nothing would end this rank
     for descriptor, name in ((1, "GUOZHUANG_STDOUT"), (2, "GUOZHUANG_STDERR")):
         terminal = os.environ.pop(name, "")
         if terminal:
@@ -66,7 +66,7 @@ def _use_terminal(path: str, descriptor: int) -> None:
     try:
         terminal = os.open(path, os.O_RDWR | os.O_NOCTTY)
     except OSError:
-        return  # the descriptor stays as the agent opened it
+        return  # without the terminal the rank keeps the stream that the agent opened
     os.dup2(terminal, descriptor)
     os.close(terminal)
 

@@ -15,7 +15,7 @@ from guozhuang.launch.console.output import Output, RankPlaces
 
 @dataclass(frozen=True)
 class Shown:
-    """The user's options on the output of ranks.
+    """The user's options on the output of ranks: shown or in files, of which ranks, with copies or not.
 
     Attributes:
         log_folder: folder where each rank writes its own log file; None: the output is shown instead.
@@ -69,7 +69,7 @@ class RankFiles(LogsSpecs):
         self._output.begin([int(environ["RANK"]) for environ in environs.values()])
 
     def open(self, local_rank: int, environ: dict[str, str]) -> tuple[str, str]:
-        """Open the output of a rank; return the paths for its stdout and stderr; empty: it inherits the agent's stream.
+        """Open the output of a rank; return the paths for stdout and stderr; an empty path: inherit the agent's stream.
 
         Args:
             local_rank: the local rank.
@@ -78,7 +78,7 @@ class RankFiles(LogsSpecs):
         rank, shown = int(environ["RANK"]), self._shown
         folder = os.path.join(self._folder, str(self._attempt), str(rank))
         number = 0
-        while os.path.exists(folder):  # used by an earlier process of this rank, which the new one replaces
+        while os.path.exists(folder):  # an earlier process of this rank, which failed and is replaced, used the folder
             number += 1
             folder = os.path.join(self._folder, str(self._attempt), f"{rank}.{number}")
         os.makedirs(folder)
@@ -132,7 +132,7 @@ def hang_in(error_file: str) -> str:
         with open(error_file) as file:
             return str(json.load(file).get("hang", ""))
     except (OSError, ValueError, AttributeError):
-        return ""  # there is no file, or another program has written it
+        return ""  # the rank wrote no error file, or another program wrote one in another format
 
 
 def copies_of(folder: str, rank: int, size: int) -> str:

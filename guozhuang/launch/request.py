@@ -28,7 +28,7 @@ class RunReport:
 
     @property
     def title(self) -> str:
-        """Return ``rank 3 on host node7``, or only the host where no rank is known."""
+        """Return where the run failed first: ``rank 3 on host node7``, or only the host where no rank is known."""
         return f"{self.who} on host {self.host}" if self.who else f"host {self.host}"
 
 
@@ -43,7 +43,7 @@ class Extension:
         rank_variables: templates of variables of each rank. ``{rank}``, ``{size}``, ``{local_rank}``, ``{local_size}``,
             ``{cross_rank}`` (index of the node among the nodes that have this local rank), ``{cross_size}``, ``{host}`` are
             filled in.
-        other_names: our variables, each with its name in the other system, which is read where ours is not set.
+        other_names: our variables, each mapped to its name in the other system, which is read if ours is not set.
     """
 
     python_path: Sequence[str] = ()
@@ -77,7 +77,7 @@ def with_folders(path: str, folders: Sequence[str]) -> dict[str, str]:
 def environment_of_launchers(
     num_threads: int, python_path: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return an environment with what an agent would add that programs read when they are loaded.
+    """Return an environment for launchers with those variables that agents add and that programs read when they are loaded.
 
     An agent with this environment gives its ranks the same value of these variables, so one warm parent can fork both.
 

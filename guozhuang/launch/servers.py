@@ -24,7 +24,7 @@ from guozhuang.net.meet import WorldStore, keep
 from guozhuang.net.meeting_point import MeetingPoint
 
 VARIABLE = "GUOZHUANG_SERVERS"
-_STORE_S = 300.0  # timeout of the store's operations
+_STORE_S = 300.0  # timeout of one operation of the store, in seconds
 _JOIN_S = 5.0
 
 
@@ -49,7 +49,7 @@ class Servers:
             address: address of the store where they meet the ranks, as ``host:port``.
         """
         environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
-        # The store ends before the servers, and c10d would log warnings about that.
+        # At the end the store closes before the servers do, and c10d would log warnings about that.
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         for number in self._numbers:
             words = ["-m", "guozhuang.exchange.parameter_server.server", "--stay", "--store", address]
@@ -70,7 +70,7 @@ class Servers:
         return [process.pid for _, process in self._processes]
 
     def ended(self, but_well: bool = False) -> str | None:
-        """Return which server has ended, and how; None while all are running. None should end before the run does.
+        """Return a sentence: which server has ended before the run, and how; None while all servers are running.
 
         Args:
             but_well: ignore servers that ended with 0, as they do when the store has closed.
@@ -86,7 +86,7 @@ class Servers:
         for _, process in self._processes:
             if process.poll() is None:
                 process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in uninterruptible sleep; it is left behind
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a server in uninterruptible sleep is left behind
                 process.wait(_JOIN_S)
         for reader in self._readers:
             reader.join(_JOIN_S)  # limited, because a child of the server may hold the pipe open
@@ -118,7 +118,7 @@ class ServersOfANode:
         self._is_alone = True
 
     def start(self, attempt: Attempt) -> dict[str, str]:
-        """Start the servers. The thread that starts the ranks must call it, before it starts them.
+        """Start the servers. The thread that starts the ranks must call ``start`` before it starts them.
 
         Args:
             attempt: the attempt, with the number of servers of each node and the address of the ranks' store.
@@ -135,7 +135,7 @@ class ServersOfANode:
             self._store = keep(MeetingPoint(interfaces.LOOPBACK, 0), _STORE_S)
             address = f"{interfaces.LOOPBACK}:{self._store.port}"
         else:
-            # The store of the agents: it is new or emptied in each attempt.
+            # Servers use the agents' store, which is new or emptied in each attempt.
             host = f"[{attempt.host}]" if ":" in attempt.host else attempt.host
             address = f"{host}:{attempt.port}"
         self._servers = Servers(range(begin, begin + self._count), count, self._say)
@@ -153,8 +153,8 @@ class ServersOfANode:
         Raises:
             ServersError: a server has ended.
         """
-        # With several nodes servers end with 0 when the store closes. Then another node restarts its ranks or is lost, which
-        # the rendezvous reports.
+        # With several nodes a server ends with 0 when the store closes, because another node restarts its ranks or is lost:
+        # the rendezvous reports that.
         ended = self._servers.ended(but_well=not self._is_alone)
         if ended is not None:
             fix = "look at what it printed, or in the system's log if it was killed"

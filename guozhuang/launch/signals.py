@@ -1,4 +1,4 @@
-"""The signals that end an agent.
+"""Handle the signals that end an agent.
 
 [Note: signals] The first signal raises an exception, so it ends every wait, for other nodes or for a store that does not
 answer. Later signals are only recorded: a second one makes the agent kill the ranks at once.
@@ -31,14 +31,14 @@ class Signals:
         wanted: the signals to handle.
 
     Attributes:
-        noted: the signals that came after ``note`` was called or after the first one was raised.
-        is_signalled: whether any signal came.
+        noted: the signals that arrived after ``note`` was called or after the first one was raised.
+        is_signalled: whether any signal has arrived.
     """
 
     def __init__(self, wanted: Iterable[int]) -> None:
         self.noted: list[int] = []
         self.is_signalled = self._is_noting = False
-        # None: a handler that Python did not set, and could not restore.
+        # getsignal() returns None for a handler that Python did not set: it could not be restored, so it is not replaced.
         self._numbers = [number for number in wanted if signal.getsignal(number) not in (signal.SIG_IGN, None)]
         self._before: dict[int, Any] = {}
 

@@ -1,7 +1,7 @@
 """Runs whose nodes use one of torchrun's rendezvous backends (``--rdzv-backend``), through torch elastic's public interface.
 
 Torch elastic then starts, watches and restarts the ranks by its own rules. We add: output and variables of ranks as in other
-runs, a secret for the ``c10d`` store if one is set, and that no process is left when the agent is killed.
+runs, a secret for the ``c10d`` store if one is set, and the guard, which leaves no process when the agent is killed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from guozhuang.launch.rendezvous.endpoint import open_for_torch
 from guozhuang.launch.request import RunReport
 from guozhuang.launch.signals import SignalledError
 
-# Settings by which the other nodes notice a lost node and restart within ten seconds instead of 45.
+# Settings of the c10d rendezvous with which the other nodes notice a lost node and restart within ten seconds instead of 45.
 _FASTER = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 2}
-# Must be set: otherwise a node that joins later waits for an address that no node writes, and all agents end.
+# Environment variable that is set because otherwise a node that joins later waits for an address that no node writes.
 _NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 # Loggers of torch elastic that are silenced unless LOGLEVEL or TORCH_LOGS is set: our report says the same in few lines.
 _SILENT = (
@@ -54,7 +54,7 @@ class TorchElasticRun(NodeRun):
             SignalledError: the agent got a signal that ends the run; its ranks have ended.
         """
         config, kept = self._config, contextlib.ExitStack()
-        with self._signals, kept:  # the signals until torch elastic installs its own handlers
+        with self._signals, kept:  # our signal handlers serve until torch elastic installs its own
             if not self._has_torchruns_logs:
                 config.logs_specs = RankFiles(self._folder, self._output, self._shown(may_inherit=False))
             if config.rdzv_backend == "c10d" and config.rdzv_configs.get("store_type", "tcp") == "tcp":
@@ -80,7 +80,7 @@ class TorchElasticRun(NodeRun):
             elastic_launch(self._config, program)(*arguments)
         except ChildFailedError as error:
             self._output.catch_up()
-            # Torch gives the time of a failure by the wall clock; it is converted to the monotonic clock of the lines.
+            # Torch gives the time of a failure by the wall clock; lines have that of the monotonic clock: convert the former.
             offset_s = time.monotonic() - time.time()
             failures = {
                 rank: self._failure(rank, each.exitcode, each.pid, offset_s + float(each.timestamp), each.error_file)
@@ -112,7 +112,7 @@ def _silence() -> Iterator[None]:
     """Silence torch elastic's loggers inside the ``with`` block; our report says the same in fewer lines."""
     loggers = [] if {"LOGLEVEL", "TORCH_LOGS"} & os.environ.keys() else [logging.getLogger(name) for name in _SILENT]
     import torch.distributed.elastic.agent.server.api
-    import torch.distributed.launcher.api  # they set their level when they are imported  # noqa: F401
+    import torch.distributed.launcher.api  # both modules set their loggers' level at import  # noqa: F401
 
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -10,7 +10,7 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-# Lines before a traceback that did not end its process.
+# Beginnings of the line before a traceback that did not end its process.
 _HARMLESS = ("Exception ignored in", "Exception in thread", "--- Logging error ---")
 _KIND = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |$)")
 _RANK = re.compile(r"^\[rank\d+\]: ?")
@@ -36,7 +36,7 @@ def plain(line: str) -> str:
 
 
 def last(lines: Sequence[str]) -> tuple[int, int] | None:
-    """Return begin and end of the traceback that ended the process, chained ones included; None if there is none.
+    """Return (begin, end), a slice of the lines, of the traceback that ended the process, with chained ones; else None.
 
     Args:
         lines: the last lines that the process printed, without line ends.
@@ -93,7 +93,7 @@ def _end(lines: Sequence[str], begin: int) -> int:
         index += 1
     if index < len(lines) and _KIND.match(lines[index]):
         index += 1
-        # Only indented lines surely belong to the exception's text; others may be output of the program.
+        # Only indented lines surely belong to the exception's text; a line without indent may be output of the program.
         while index < len(lines) and lines[index].startswith((" ", "\t")):
             index += 1
     return index

@@ -5,12 +5,12 @@ warm parent does that once; then it forks a rank at each request. A forked rank 
 1. The agent must be its parent, because the agent reads its exit code and the kernel kills it at the agent's death (see
    [Note: no orphans] in guard.py), and because it must outlive the warm parent. So the warm parent forks a process that forks
    the rank and ends at once. During the request the agent is the reaper of its orphaned descendants, so it becomes the parent
-   of the rank. The rank waits for that, reports its process id, and begins when the agent confirms. If the agent gave up
-   meanwhile, the rank ends without having run anything. An orphan of another rank that the agent adopts in these
+   of the rank. The rank waits for that, reports its process id, and begins when the agent confirms. If the agent has stopped
+   waiting by then, the rank ends without having run anything. An orphan of another rank that the agent adopts in these
    milliseconds is a zombie after its end, until the agent ends.
 2. Some variables are read only when a program or library is loaded (``READ_ON_LOADING``). If the new rank's differ from those
-   that the warm parent was started with, the rank is started by ``exec``. So it is for any command but that of a Python file
-   or module, and whenever the warm parent is not ready, has ended or does not answer.
+   that the warm parent was started with, the rank is started by ``exec``. The same holds for a command that runs no Python
+   file or module, and whenever the warm parent is not ready, has ended or does not answer.
 3. No thread survives a fork. The warm parent therefore has one thread and runs no parallel region of OpenMP. The threads that
    OpenBLAS starts when numpy is imported end at the first fork, and start again when they are needed; so the warm parent
    forks once before it counts its threads, and ends if there is more than one, or if an import has initialized CUDA.
@@ -51,7 +51,7 @@ READ_ON_LOADING = (
     "PYTHON", "LD_", "GLIBC_", "MALLOC_", "LANG", "LC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "ATEN_", "DNNL_",
     "ONEDNN_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_",
 )  # fmt: skip
-_LIMIT_S = 5.0  # how long a forked rank may take to report before another is started by exec
+_LIMIT_S = 5.0  # seconds that a forked rank may take to report its process id; then the rank is started by exec
 _POLL_S = 0.001
 _READY = b"ready"
 
@@ -61,7 +61,7 @@ inherited: WarmParent | None = None
 
 
 class NotWarmError(Exception):
-    """Raised where a rank must be started by ``exec``; the text is the reason."""
+    """Raised when no warm parent can fork a rank, so that it must be started by ``exec``; the text is the reason."""
 
 
 class ForkedRank:
@@ -79,12 +79,12 @@ class ForkedRank:
         return self._code
 
     def kill(self) -> None:
-        """Send SIGKILL."""
+        """Send the rank SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Wait for its end."""
+        """Wait until the rank has ended."""
         if self._code is None:
             os.waitpid(self.pid, 0)
 
@@ -94,8 +94,8 @@ class WarmParent:
 
     Args:
         process: the warm parent, a child of this process.
-        channel: the socket to it.
-        environ: the environment variables that it was loaded with.
+        channel: the socket to the warm parent.
+        environ: the environment variables that the warm parent was started with.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class WarmParent:
 
     @property
     def pid(self) -> int:
-        """The process id of the warm parent."""
+        """Return the process id of the warm parent."""
         return self._process.pid
 
     def wait(self, limit_s: float) -> None:
         """Wait until the warm parent is ready, at most ``limit_s`` seconds.
 
         Raises:
-            NotWarmError: it is not.
+            NotWarmError: the warm parent is not ready by then.
         """
         if self._is_ready:
             return
@@ -161,7 +161,7 @@ class WarmParent:
         files: Sequence[int],
         is_launcher: bool = False,
     ) -> ForkedRank:
-        """Start a rank, or a launcher.
+        """Have the warm parent fork a rank, or a launcher.
 
         Args:
             words: its command.
@@ -226,7 +226,11 @@ def arguments_of(words: Sequence[str]) -> list[str]:
 
 
 def check_variables(loaded_with: Mapping[str, str], environ: Mapping[str, str]) -> None:
-    """Check that what was loaded with some environment variables may be used with others.
+    """Check that a warm parent that was started with some environment variables may fork a rank with others.
+
+    Args:
+        loaded_with: the variables that the warm parent was started with.
+        environ: the variables of the rank.
 
     Raises:
         NotWarmError: a variable that is read on loading differs.
@@ -296,7 +300,7 @@ def _begin(files: Sequence[int]) -> dict[str, Any]:
     os.environ.clear()
     os.environ.update(request["environ"])
     while os.getppid() == parent and parent != request["agent"]:
-        time.sleep(_POLL_S)  # until the process between ends, and the agent adopts this one
+        time.sleep(_POLL_S)  # wait until the process that forked this one ends, and the agent adopts this one
     if not rank.begin(request["agent"], request["log_folder"]):
         os._exit(1)
     with socket.socket(fileno=files[4]) as agent:
@@ -308,7 +312,7 @@ def _begin(files: Sequence[int]) -> dict[str, Any]:
 
 def _with_warm_parent(launcher: dict[str, Any], loaded_with: Mapping[str, str]) -> dict[str, Any]:
     """Fork the warm parent of this launcher. Return in the launcher and, later, in each of its ranks, with their request."""
-    from guozhuang.launch import warm  # the module that the launcher will import; this one is ``__main__``
+    from guozhuang.launch import warm  # the launcher will import this copy; the running copy is named ``__main__``
 
     channel, theirs = socket.socketpair()
     pid = os.fork()
@@ -358,13 +362,13 @@ def _run(request: Mapping[str, Any]) -> None:
 
 
 def _find_modules_as(arguments: Sequence[str]) -> None:
-    """Set the first folder in which modules are searched to that of ``python`` with these arguments."""
+    """Set ``sys.path[0]``, the first folder in which modules are searched, as ``python`` does for these arguments."""
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if arguments[0] == "-m" else os.path.dirname(os.path.realpath(arguments[0]))
 
 
 def _open_stream(descriptor: int, name: str) -> io.TextIOWrapper:
-    """Open a standard stream as the interpreter does with ``-u``; that of the warm parent remembers facts of another file."""
+    """Open a standard stream as ``python -u`` does; the stream object of the warm parent has cached facts of another file."""
     mode, before = "r" if descriptor == 0 else "w", getattr(sys, name)
     raw: Any = io.FileIO(descriptor, mode, closefd=False)
     raw.name = f"<{name}>"
@@ -375,7 +379,7 @@ def _open_stream(descriptor: int, name: str) -> io.TextIOWrapper:
 
 
 def _import(modules: Sequence[str]) -> str:
-    """Import what ranks need, and these modules; return why no rank can be forked afterwards, empty if it can."""
+    """Import torch, which ranks need, and these modules; return why no rank can be forked afterwards; "" if one can."""
     try:
         import torch
 
@@ -399,7 +403,7 @@ def _import(modules: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> dict[str, Any]:
-    """Import, tell the agent, and serve its requests; return in each forked rank, with its request."""
+    """Import modules, report to the agent, and serve its requests; return in each forked rank, with its request."""
     channel, words, loaded_with = socket.socket(fileno=int(arguments[0])), arguments[1:], dict(os.environ)
     _find_modules_as(words)
     why_not = _import(json.load(sys.stdin))
@@ -407,7 +411,7 @@ def main(arguments: Sequence[str]) -> dict[str, Any]:
     if why_not:
         sys.exit(1)
     gc.collect()
-    gc.freeze()  # a collection in a rank would copy all pages of these objects
+    gc.freeze()  # otherwise a garbage collection in a rank would copy all pages of the objects that exist now
     return _serve(channel, loaded_with)
 
 

@@ -1,7 +1,7 @@
 """Show the output of several hosts on the launcher's own standard output and standard error.
 
-Each agent has already cut its ranks' output into whole lines with marks. This module keeps lines of different hosts apart, and
-keeps the progress bars of rank 0, which is on the first host, alive as in a run on one node.
+Each agent has already cut its ranks' output into whole lines, each with a mark of its rank. This module keeps lines of
+different hosts apart, and shows the progress bars of rank 0, which is on the first host, as in a run on one node.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from guozhuang.launch.console.say import WHO
 from guozhuang.launch.console.target import Target, is_same
 from guozhuang.launch.hosts.link import Link
 
-# After a signal: if the reader of our output takes nothing for this long, the rest is dropped.
+# Seconds; after a signal the rest of the output is dropped if its reader takes nothing for so long.
 _OVER_S = 0.2
 
 
 class Display:
-    """The launcher's standard output and standard error, and unfinished lines that are held back.
+    """Writes the output of all hosts to the launcher's standard output and standard error; holds unfinished lines back.
 
     Args:
         is_over: returns whether the launcher got a signal; until then, writing may wait for the reader without limit.
@@ -30,12 +30,13 @@ class Display:
         self._takes_nothing: set[int] = set()
         out = Target(1, wait=self._wait_for_room)
         self._targets = {"stdout": out, "stderr": out if is_same(1, 2) else Target(2, wait=self._wait_for_room)}
-        self._live = {name: LiveText(target.screen, b"") for name, target in self._targets.items()}  # of the first host
+        # "stdout", "stderr" -> the stream of the first host, whose rank 0 may draw progress bars.
+        self._live = {name: LiveText(target.screen, b"") for name, target in self._targets.items()}
         self._others: dict[tuple[int, str], WholeLines] = {}
 
     @property
     def terminals(self) -> list[list[bool]]:
-        """Return whether each stream is a terminal, and whether to colour marks, for agents, whose own streams are pipes."""
+        """Return for stdout and stderr [is it a terminal, are marks coloured]; agents, whose own streams are pipes, need it."""
         return [[each.is_terminal, each.colour] for each in self._targets.values()]
 
     def take(self, link: Link, stream: str, data: bytes) -> None:
@@ -51,11 +52,11 @@ class Display:
 
     @property
     def is_holding(self) -> bool:
-        """Return whether ``show_what_waits`` must be called again soon."""
+        """Return whether the beginning of a line is held back, so that ``show_what_waits`` must be called again soon."""
         return any(live.is_waiting for live in self._live.values())
 
     def show_what_waits(self) -> None:
-        """Show the beginnings of lines of the first host that have waited long enough."""
+        """Show each beginning of a line of the first host that has been held back long enough."""
         for live in self._live.values():
             live.show_what_waits()
 
@@ -77,7 +78,7 @@ class Display:
         """Wait until the descriptor has room; return False if the launcher got a signal and the reader takes nothing."""
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
-        # Each wait is short, because a signal that comes just before it would not interrupt it.
+        # Each call of poll() is short, because a signal that arrives just before the call would not interrupt it.
         while not poll.poll(0 if descriptor in self._takes_nothing else 1000 * _OVER_S):
             if self._is_over():
                 self._takes_nothing.add(descriptor)

@@ -7,10 +7,10 @@ import unicodedata
 
 RESET = b"\x1b[0m"
 _MAX_DIGITS = 9  # longest number to parse: int() raises for some thousands of digits
-# A control sequence with its parameters and its kind, a link or a title, and the short ones.
+# Matches an escape sequence: a control sequence (group 1: its parameters, 2: its kind), a link or title, or a short sequence.
 ESCAPE = rb"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"
 _ESCAPE = re.compile(ESCAPE)
-# Whole lines, and the beginning of a line, with colours as their only escape sequences.
+# Match whole lines, and the beginning of a line, that have no escape sequences except colours.
 _PLAIN = re.compile(rb"(?:(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*\n)+")
 _PLAIN_BEGIN = re.compile(rb"(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*(?:\x1b(?:\[[0-9;]*)?)?")
 
@@ -21,19 +21,19 @@ def without_escapes(data: bytes) -> bytes:
 
 
 def only_colours(text: bytes) -> bytes:
-    """Return a line with colours as its only escape sequences, and a reset at its end if it has any."""
+    """Return a line without its escape sequences other than colours, with a reset at the end if it had any sequence."""
     if b"\x1b" not in text:
         return text
     return _ESCAPE.sub(lambda match: match[0] if match[2] == b"m" else b"", text) + RESET
 
 
 def is_plain(data: bytes) -> bool:
-    """Return whether these are whole lines without carriage returns, and without escape sequences other than colours."""
+    """Return whether the bytes are whole lines without carriage returns and without escape sequences other than colours."""
     return _PLAIN.fullmatch(data) is not None
 
 
 def is_plain_begin(data: bytes) -> bool:
-    """Return whether this is the beginning of such a line; it may end inside an escape sequence."""
+    """Return whether the bytes begin a line that ``is_plain`` would accept; they may end inside an escape sequence."""
     return _PLAIN_BEGIN.fullmatch(data) is not None
 
 
@@ -58,7 +58,7 @@ def _columns(char: str) -> int:
 
 
 def number(parameters: bytes) -> int:
-    """Return the number in the parameters of an escape sequence, at least 1."""
+    """Return the number that is the parameter of an escape sequence; 1 if it is missing or 0."""
     if not parameters.isdigit():
         return 1
     return max(1, int(parameters)) if len(parameters) <= _MAX_DIGITS else 10**_MAX_DIGITS

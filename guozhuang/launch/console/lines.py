@@ -1,4 +1,4 @@
-"""Cut the output of a stream into lines, and decide when it is shown: by whole lines, or as it comes."""
+"""Cut the output of a stream into lines, and decide when it is shown: by whole lines, or as it arrives."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from guozhuang.launch.console.escapes import is_plain_begin, rows_up
 from guozhuang.launch.console.screen import Screen
 
-# A longer line is passed on in pieces, so that memory stays bounded whatever a rank writes.
+# Maximum bytes of a line; a longer line is passed on in pieces, so that memory stays bounded whatever a rank writes.
 MAX_LINE = 65536
-_MAX_DRAWN = 4096  # an unfinished line with carriage returns that is longer is reduced to its last state
-# An unfinished line of a rank is held back this long before it is shown like a whole line.
+_MAX_DRAWN = 4096  # bytes; a longer unfinished line with carriage returns is reduced to its last state
+# Seconds for which an unfinished line of a rank is held back; then it is shown like a whole line.
 PATIENCE_S = 1.0
-# The same for rank 0, whose output is shown as it comes: Python writes the parts of a line one by one, and without a delay
-# lines of other ranks would come between them; and a pipe may cut a line anywhere.
+# Seconds for which the beginning of a line of rank 0 is held back, whose output is shown as it arrives. Python writes a line in
+# several parts, and a pipe may cut a line anywhere: without this delay lines of other ranks would come between the parts.
 _LIVE_PATIENCE_S = 0.05
 
 
@@ -68,7 +68,7 @@ class WholeLines:
     def __init__(self, screen: Screen, mark: bytes, timestamps: bool = False) -> None:
         self._screen, self.mark, self._timestamps = screen, mark, timestamps
         self._lines = Lines()
-        self._since = 0.0  # when the unfinished line began to wait
+        self._since = 0.0  # when the unfinished line began to wait, by the monotonic clock
 
     def feed(self, data: bytes) -> None:
         """Show the lines that these bytes complete."""
@@ -82,7 +82,7 @@ class WholeLines:
         return self._lines.is_waiting()
 
     def show_what_waits(self) -> None:
-        """Show an unfinished line that has been held back long enough."""
+        """Show the unfinished line if it has been held back for ``patience_s`` seconds."""
         if self.is_waiting and time.monotonic() > self._since + self.patience_s:
             self.finish()
 
@@ -96,7 +96,7 @@ class WholeLines:
 
 
 class LiveText:
-    """The output of a stream that is shown as it comes, except that the beginning of a plain line is held back for a moment.
+    """The output of a stream that is shown as it arrives, except that the beginning of a plain line is held back for a moment.
 
     Args:
         screen: shows it.
@@ -108,10 +108,10 @@ class LiveText:
     def __init__(self, screen: Screen, mark: bytes) -> None:
         self._screen, self.mark = screen, mark
         self._held = b""
-        self._since = 0.0  # when the held text began to wait
+        self._since = 0.0  # when the held-back text began to wait, by the monotonic clock
 
     def feed(self, data: bytes) -> None:
-        """Show whole lines and progress bars at once."""
+        """Show whole lines and progress bars at once, and hold back the beginning of a plain line."""
         whole, end, held = (self._held + data).rpartition(b"\n")
         if not is_plain_begin(held):
             whole, end, held = whole + end, held, b""
@@ -127,12 +127,12 @@ class LiveText:
         return bool(self._held)
 
     def show_what_waits(self) -> None:
-        """Show the beginning of a line that has been held back long enough."""
+        """Show the beginning of a line if it has been held back for ``patience_s`` seconds."""
         if time.monotonic() > self._since + self.patience_s:
             self.finish()
 
     def finish(self) -> None:
-        """Show what is held back."""
+        """Show the text that is held back."""
         held, self._held = self._held, b""
         if held:
             self._screen.live(self, self.mark, held)

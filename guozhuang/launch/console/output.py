@@ -1,7 +1,7 @@
 """One thread that reads the output of a node's ranks, and notes when their processes end.
 
-[Note: pipes] Each rank writes into a named pipe in the agent's temporary folder. Torch's own ``--tee`` polls files instead;
-these fill a disk over weeks, show a line a tenth of a second late, and lose the order of lines of different ranks.
+[Note: pipes] Each rank writes into a named pipe in the agent's temporary folder. Torch's own ``--tee`` polls files instead:
+that fills a disk over weeks, shows a line a tenth of a second late, and loses the order of lines of different ranks.
 Rank 0 gets a pseudo terminal if its output is shown on a terminal (streams.py). No output is lost at the end: bytes stay in
 the pipe when their writer ends, even by SIGKILL, and the thread stops only after every process of the run has ended (guard.py)
 and each pipe is empty. Both streams of a rank share a pipe if both streams of the agent go to the same place, so their order
@@ -10,7 +10,7 @@ With ``--log-dir`` a rank writes into its file directly (rank.py), so the file i
 reads the file too, to note when a rank begins to print its traceback.
 
 [Note: who was first] A failure spreads over a world in a few milliseconds. So the thread notes when each process ended (its
-pidfd becomes readable) and when each line came: a rank has failed when it begins to print a traceback, though it may end
+pidfd becomes readable) and when each line arrived: a rank has failed when it begins to print a traceback, though it may end
 much later.
 
 [Note: a reader that takes nothing] A terminal or a pager may take no output for any time, and then the ranks block, as a
@@ -40,8 +40,8 @@ from guozhuang.launch.console.streams import LogFile, NamedPipe, OwnTerminal, St
 from guozhuang.launch.console.target import Target, is_same
 from guozhuang.watch.processes import pidfd_open
 
-_LOOK_S = 0.1  # interval between reads of log files
-_DRAIN_S = 5.0  # limit for emptying the pipes at the end, in case a process still writes
+_LOOK_S = 0.1  # seconds between two reads of log files
+_DRAIN_S = 5.0  # limit in seconds for emptying the pipes at the end, in case a process still writes
 _CATCH_UP_S = 1.0
 # Prefix of the line that rank.py writes to a log file before the output of a restarted rank.
 _ANEW = b"--- started anew, attempt "
@@ -52,7 +52,7 @@ _TERMINALS = {1: "GUOZHUANG_STDOUT", 2: "GUOZHUANG_STDERR"}
 
 @dataclass(frozen=True)
 class RankPlaces:
-    """The places that a rank writes its output to.
+    """The paths and variables by which a rank finds the pipes or terminals for its output.
 
     Attributes:
         stdout, stderr: paths to open; empty: a terminal that ``variables`` name, or else the agent's stream.
@@ -65,7 +65,7 @@ class RankPlaces:
 
 
 class Output:
-    """The thread that reads and shows the output of ranks, with its state. ``close`` ends it.
+    """The thread that reads and shows the output of ranks, with its state. ``close`` ends the thread.
 
     Args:
         colour: whether marks are coloured; None: on a terminal, unless NO_COLOR is set.
@@ -96,10 +96,10 @@ class Output:
         self._selector.register(self._woken, selectors.EVENT_READ, self._on_wake)
         self._lock = threading.Lock()  # guards the selector's map, streams and screens; never held while blocking
         self._streams: list[Stream] = []
-        # The streams of processes whose rank may change, by "stdout", "stderr".
+        # For each process with a ``name`` in place of a rank (see ``pipes``): "stdout" or "stderr" -> its stream.
         self._named: dict[int, dict[str, Stream]] = {}
         self._files: list[tuple[LogFile, Trace]] = []
-        self._handlers: dict[int, Any] = {}  # signal -> the handler before ours
+        self._handlers: dict[int, Any] = {}  # signal -> the handler that ours replaced, to restore it
         self._ending = self._is_closed = False
         self._has_ended = threading.Event()
         self._signals_before: int | None = None
@@ -176,7 +176,7 @@ class Output:
                 stream.rename(rank, copies and os.path.join(copies, name))
 
     def finish(self, number: int) -> None:
-        """Read the rest of a process that got a ``name``, and close its pipes. No process may write to them any more."""
+        """Read the remaining output of a process with a ``name``, and close its pipes. All writers to them must have ended."""
         with self._lock:
             for stream in self._named.pop(number, {}).values():
                 self._finish(stream, time.monotonic() + _CATCH_UP_S)
@@ -196,7 +196,7 @@ class Output:
         return way
 
     def follow(self, rank: int, path: str, whole: bool = False) -> None:
-        """Read a file that a rank writes by itself from now on, and keep the last lines.
+        """Begin to read a log file that a rank writes directly, and keep its last lines for the report of a failure.
 
         Args:
             rank: its number in the world.
@@ -220,7 +220,7 @@ class Output:
     def say(self, text: str) -> None:
         """Print a message of the launcher on standard error, in lines of its own: above a progress bar, not behind it.
 
-        It does not wait for the reader of our output. After ``close`` it does the same as ``say.say``.
+        The call does not wait for the reader of our output. After ``close`` it does the same as ``say.say``.
         """
         with self._lock:
             if not self._ending:
@@ -230,14 +230,14 @@ class Output:
         self._poke()
 
     def watch(self, pids: Mapping[int, int]) -> None:
-        """Watch these processes (rank -> process id), and note when each ends."""
+        """Watch these processes (rank -> process id), and note when each of them ends, in its trace."""
         for rank, pid in pids.items():
             trace = self.traces.setdefault(rank, Trace())
             trace.pid = pid
             try:
                 handle = pidfd_open(pid)
             except OSError:
-                continue  # no pidfd: the time at which the agent notices the end is used instead
+                continue  # a kernel without pidfd: the time at which the agent notices the end is used instead
 
             def ended(handle: int = handle, trace: Trace = trace) -> None:
                 trace.ended = time.monotonic()
@@ -248,11 +248,11 @@ class Output:
                 self._selector.register(handle, selectors.EVENT_READ, ended)
 
     def end(self, limit_s: float | None = None) -> bool:
-        """Begin to close; return whether all output was shown within ``limit_s`` seconds. ``close`` must follow."""
+        """Have the thread show the rest and end; return whether it did within ``limit_s`` seconds. ``close`` must follow."""
         with self._lock:
             self._ending = True
         self._poke()
-        # Not by join(): before Python 3.13 a thread counts as ended once an exception has interrupted its join().
+        # An event and not join(): before Python 3.13 a thread counts as ended once an exception has interrupted join() on it.
         return self._has_ended.wait(limit_s)
 
     def close(self, limit_s: float | None = None) -> None:
@@ -264,7 +264,7 @@ class Output:
         if self._is_closed:
             return
         if self._ending and limit_s is None:
-            limit_s = _CATCH_UP_S  # an earlier call of close was interrupted by a signal
+            limit_s = _CATCH_UP_S  # a signal interrupted an earlier call of close: do not wait without limit again
         has_ended = self.end(limit_s)
         self._is_closed = True
         if self._signals_before is not None:  # restore the signal handling that __init__ replaced
@@ -272,7 +272,7 @@ class Output:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
         if not has_ended:
-            return  # the thread still waits for the reader of our output; it is a daemon, so it may be left behind
+            return  # leave the thread, which is a daemon, behind: it still waits for the reader of our output
         self._thread.join()
         self._wake.close()
         self._woken.close()
@@ -286,7 +286,7 @@ class Output:
         """Handle Ctrl-Z: stop the ranks, which have sessions of their own, and this process; resume all together."""
         self._tell_ranks(signal.SIGSTOP)
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        # Sent to this thread, so the process stops before the call returns. In an orphaned process group the kernel ignores it.
+        # A signal to this thread stops the process before the call returns. The kernel ignores it in an orphaned process group.
         signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, self._pause)
         signal.siginterrupt(signal.SIGTSTP, False)
@@ -329,9 +329,9 @@ class Output:
         self._flush()
 
     def _flush(self) -> None:
-        """Write the queued output. Only the thread may call it, see [Note: a reader that takes nothing]."""
+        """Write the queued output. Only the output thread may call this, see [Note: a reader that takes nothing]."""
         while any(target.flush() for target in self._targets):
-            pass  # repeated, because output may be queued, and its wakeup consumed, while flush() waits for room
+            pass  # repeat, because output may be queued, and its wakeup consumed, while flush() waits for room
 
     def _wait_for_room(self, descriptor: int) -> bool:
         """Wait until the descriptor has room; meanwhile handle changes of the terminal's size. Always return True."""
@@ -347,7 +347,7 @@ class Output:
                 return True
 
     def _drain(self) -> None:
-        """Read the remaining output and close the streams. The caller holds the lock; no process writes any more.
+        """Read the remaining output and close the streams. The caller must hold the lock; no process may write any more.
 
         In the main thread a signal's exception may come at any line; the next call then continues with the rest.
         """

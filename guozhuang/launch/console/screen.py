@@ -1,7 +1,7 @@
 """Show the output of several ranks on one screen: whole lines with a mark, and the progress bars of one rank.
 
-It works on bytes and writes through a function. A UTF-8 character that was cut between two reads stays whole, because bytes
-are split at line ends and escape sequences only, and their bytes never occur inside another character.
+A ``Screen`` works on bytes and writes through a function. A UTF-8 character that was cut between two reads stays whole: output
+is split at line ends and escape sequences only, and their bytes never occur inside another character.
 
 [Note: a block] On a terminal, the block of a stream is the rows that it may still overwrite: the line of a progress bar, or
 several lines among which it moves the cursor up and down (rich, several bars of tqdm). Lines of other streams are inserted
@@ -21,14 +21,14 @@ from dataclasses import dataclass
 
 from guozhuang.launch.console.escapes import ESCAPE, RESET, is_plain, number, only_colours, width
 
-_COLOURS = (36, 33, 35, 32, 34, 31)  # of the marks: cyan first; red last, because it looks like an error
+_COLOURS = (36, 33, 35, 32, 34, 31)  # colours of the ranks' marks: cyan first; red last, because it looks like an error
 _ERASE_REST = b"\x1b[K"  # erases the rest of the row
 _ERASE_BELOW = b"\r\x1b[J"
 _END_FULL_SCREEN, _SHOW_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
-_MAX_ROWS = 200  # number of rows that are remembered
-_MAX_REPEATED = 4096  # number of bytes of a row that are kept for drawing it again
-_MAX_WAITING_BYTES = 4 << 20  # limit of lines that wait while a stream has the whole screen
-_MAX_COLOURS = 8  # number of colour sequences that are repeated in the next row
+_MAX_ROWS = 200  # how many of the last rows of the screen are remembered
+_MAX_REPEATED = 4096  # how many bytes of a row are kept for drawing it again
+_MAX_WAITING_BYTES = 4 << 20  # maximum of lines that are held back while a rank's program uses the full screen
+_MAX_COLOURS = 8  # maximum number of colour sequences that are repeated in the next row
 _PIECE = re.compile(rb"[\r\n]|[^\x1b\r\n]+|" + ESCAPE + rb"|\x1b")
 _PIECE_OF_FILE = re.compile(rb"[\r\n]|[^\r\n]+")
 _UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]{0,64}[ -/]*|\][^\x07\x1b]{0,2048}\x1b?)?\Z")
@@ -46,7 +46,7 @@ def mark(rank: int | str, colour: bool) -> bytes:
 
 @dataclass(eq=False)
 class _Row:
-    is_own: bool = True  # the live stream wrote it, or it is empty; otherwise it is a line of another stream
+    is_own: bool = True  # the live stream wrote the row, or the row is empty; False: it is a line of another stream
     data: bytes = b""  # the bytes that draw the row from its first column
 
 
@@ -68,16 +68,15 @@ class Screen:
         self._write, self._is_terminal, self._size = write, is_terminal, size
         self._out: list[bytes] = []
         self._owner: Hashable = None  # the live stream that drew last
-        self._mark = b""  # its mark
-        self._cuts: dict[Hashable, bytes] = {}  # by stream, the beginning of an incomplete escape sequence
+        self._mark = b""  # the prefix of the owner's lines
+        self._cuts: dict[Hashable, bytes] = {}  # stream -> the incomplete escape sequence at the end of its output
         self._colours: list[bytes] = []  # the colour sequences in effect
         self._rows, self._at = [_Row()], 0  # the last rows of the screen; the index of the cursor's row
-        self._at_start = True  # the cursor is in the first column
-        self._height, self._grown = 1, 0  # rows of the block, by its last movement up; rows added since
-        self._is_ended = (
-            False  # another stream has ended the line in a file, so a line end that comes next is not written
-        )
-        self._waiting: deque[bytes] | None = None  # other streams' lines; not None while the owner has the whole screen
+        self._at_start = True  # whether the cursor is in the first column
+        self._height, self._grown = 1, 0  # rows of the block, known from its last movement up; rows added since then
+        # Whether another stream has ended the owner's line in a file, so that the owner's next line end is not written.
+        self._is_ended = False
+        self._waiting: deque[bytes] | None = None  # lines held back while the owner has the full screen; else None
         self._num_waiting_bytes = self._num_left_out = 0
         self._hides_cursor = False
 
@@ -90,7 +89,7 @@ class Screen:
             self._wait(new)
             return
         row = self._rows[self._at]
-        is_lost = len(self._rows) == 1 and not row.data and not self._at_start  # the cursor's place is unknown
+        is_lost = len(self._rows) == 1 and not row.data and not self._at_start  # the cursor's position is not known
         if is_lost or (row.data and not self._is_terminal):
             self._out.append(b"\n")
             self._forget(at_start=True)
@@ -105,7 +104,7 @@ class Screen:
         self._flush()
 
     def live(self, owner: Hashable, mark: bytes, data: bytes) -> None:
-        """Write the output of one stream as it comes, with unfinished lines and carriage returns.
+        """Write the output of one stream as it arrives, with unfinished lines and carriage returns.
 
         Args:
             owner: identifies the stream. Whole plain lines of a second live stream go above the block of the first.
@@ -210,7 +209,7 @@ class Screen:
             self._height = 1
 
     def _is_simple(self, data: bytes) -> bool:
-        """Return whether this output of a live stream is shown like whole lines of any stream, which is much faster."""
+        """Return whether these bytes of a live stream can be shown as plain whole lines at the end, which is much faster."""
         has_effects = b"\x1b" in data or b"\r" in data or not data.endswith(b"\n")
         is_ready = self._at_start and self._waiting is None and not (self._colours or self._is_ended)
         return is_ready and not has_effects and self._is_fresh()
@@ -249,7 +248,7 @@ class Screen:
                 is_reset = parameters.strip(b"0") == b""
                 self._colours = [] if is_reset else [*self._colours, piece][-_MAX_COLOURS:]
                 if self._at_start and not is_reset:
-                    return  # _text writes it after the mark
+                    return  # ``_text`` writes the colour, after the mark
             if not (self._at_start or parameters.startswith(b"?")):
                 row.data += piece
         self._out.append(piece)
@@ -294,17 +293,17 @@ class Screen:
         self._out += [line + b"\n" for line in self._waiting or ()]
         self._waiting, self._num_waiting_bytes, self._num_left_out = None, 0, 0
 
-    # Methods on the remembered rows.
+    # Methods that read or change the remembered rows.
 
     def _append(self, new: Sequence[bytes], is_own: bool) -> None:
-        """Write whole lines below everything."""
+        """Write whole lines below all rows of the screen."""
         self._out += [line + b"\n" for line in new]
         if self._is_terminal:
             self._rows[-1:-1] = [_Row(is_own, line[-_MAX_REPEATED:]) for line in new[-_MAX_ROWS:]]
             self._at = len(self._rows) - 1
 
     def _end_block(self) -> None:
-        """Move to a new row below the block, which is not drawn again."""
+        """Move the cursor to a new row below the block, and forget the block: it is not drawn again."""
         if self._colours:
             self._out.append(RESET)
         if not (self._is_fresh() and self._at_start):
@@ -315,7 +314,7 @@ class Screen:
     def _is_fresh(self) -> bool:
         """Return whether the cursor is in an empty row below everything."""
         while len(self._rows) - 1 > self._at and not self._rows[-1].data.strip():
-            self._rows.pop()  # erased by the stream
+            self._rows.pop()  # the stream has erased this row
         return self._at == len(self._rows) - 1 and not self._rows[-1].data.strip()
 
     def _forget(self, at_start: bool) -> None:

@@ -1,12 +1,12 @@
-"""The named pipe that a rank writes into, or, for rank 0 if its output is shown on a terminal, a pseudo terminal.
+"""Read a rank's output from a named pipe; from a pseudo terminal for rank 0, if its output is shown on a terminal.
 
 [Note: the terminal of rank 0] Programs draw progress bars and colours only on a terminal, and in its width. So rank 0 gets a
 pseudo terminal that is narrower than the real one by the columns of its mark, and follows the size of the real one.
 - It is not the rank's controlling terminal, and its input is not connected: keys, Ctrl-C and job control stay with the
-  terminal that the launcher was started on. The rank opens it by its name (rank.py): if a launcher opened it that leads a
-  session without a terminal, it would become the launcher's controlling terminal, and send it SIGHUP at the end.
+  terminal that the launcher was started on. The rank opens it by its name (rank.py): if a launcher that leads a session
+  without a terminal opened it, it would become the launcher's controlling terminal, and send it SIGHUP at the end.
 - The launcher keeps the rank's side open too, so that the output of a killed rank can be read to its end.
-- It passes bytes on unchanged (no "\\r\\n" for "\\n"), because the real terminal converts them.
+- The pseudo terminal passes bytes on unchanged (no "\\r\\n" for "\\n"), because the real terminal converts them.
 - Standard input stays the real terminal. Some programs (rich) ask it for the width, but read COLUMNS first, which is set.
 """
 
@@ -29,18 +29,18 @@ from guozhuang.launch.console.lines import PATIENCE_S, Lines, LiveText, WholeLin
 from guozhuang.launch.console.say import WHO, say
 from guozhuang.launch.console.screen import Screen, mark
 
-# Of a log file at most so many of the newest bytes are read, because a report needs only the last lines.
+# At most this many of a log file's newest bytes are read at once, because a report needs only the last lines.
 _MAX_FOLLOWED_BYTES = 1 << 17
-_KEPT_LINES = 400  # number of last lines that are kept of each rank, for the report of a failure
+_KEPT_LINES = 400  # how many of a rank's last lines are kept for the report of a failure
 _READ_BYTES = 65536
-_KEPT_BYTES = 1 << 20  # number of last bytes that are kept of a stream until the place of its copy is known
-_SIZE = "HHHH"  # rows, columns, and both in pixels
+_KEPT_BYTES = 1 << 20  # how many of a stream's last bytes are kept until the file for its copy is known
+_SIZE = "HHHH"  # format of a terminal's size (struct winsize): rows, columns, width and height in pixels
 _OUTPUT_FLAGS, _LOCAL_FLAGS = 1, 3  # indices into the list that termios.tcgetattr returns
 
 
 @dataclass
 class Trace:
-    """The observations on one rank in the current attempt.
+    """The process id, end and last lines of one rank in the current attempt.
 
     Attributes:
         pid: id of its process; 0 until it is known.
@@ -53,7 +53,7 @@ class Trace:
     lines: collections.deque[tuple[float, str]] = field(default_factory=lambda: collections.deque(maxlen=_KEPT_LINES))
 
     def keep(self, lines: Sequence[bytes], draws: bool = False) -> None:
-        """Add lines that were read now.
+        """Add lines, with the current time, and drop the oldest if there are too many.
 
         Args:
             lines: without line ends.
@@ -87,10 +87,10 @@ class OwnTerminal:
 
     Args:
         real: descriptor of the real terminal, on which the output is shown.
-        indent: number of columns by which it is narrower than the real one.
+        indent: number of columns by which the pseudo terminal is narrower than the real one.
 
     Attributes:
-        columns: its width in columns; 0 if the real one does not report a width.
+        columns: width of the pseudo terminal in columns; 0 if the real one does not report a width.
 
     Raises:
         OSError: the system has no pseudo terminal left.
@@ -113,7 +113,7 @@ class OwnTerminal:
             raise OSError(str(error)) from error
 
     def resize(self) -> None:
-        """Take the size of the real terminal, less the indent.
+        """Give the pseudo terminal the size of the real one, less the indent.
 
         Raises:
             OSError: the real terminal has been closed.
@@ -166,20 +166,20 @@ class Stream:
     ) -> None:
         self._way, self.source = way, way.source
         self._screen, self._colour = screen, colour
-        self._draws = rank == 0 and not timestamps  # whether it may draw over earlier lines
+        self._draws = rank == 0 and not timestamps  # whether the stream may draw over earlier lines
         self._shown: LiveText | WholeLines | None = None
         if screen is not None:
             prefix = mark(rank, colour)
             self._shown = LiveText(screen, prefix) if self._draws else WholeLines(screen, prefix, timestamps)
         self._copy = _opened(copy) if copy else None
-        self._uncopied = bytearray() if copy == "" else None  # the output until the place of the copy is known
+        self._uncopied = bytearray() if copy == "" else None  # the output so far, until the file for the copy is known
         self._trace, self._lines = trace, Lines(moves=self._draws)
         self._is_closed = False
 
     def read(self) -> bool:
         """Read the available bytes, and process them; return False if there were none."""
         if self._is_closed:
-            return False  # another thread has read the rest and closed the stream after the selector reported it
+            return False  # after the selector reported the stream, another thread read the rest and closed it
         try:
             data = os.read(self.source, _READ_BYTES)
         except BlockingIOError:
@@ -202,7 +202,7 @@ class Stream:
         self._write_copy(bytes(uncopied or b""))
 
     def _write_copy(self, data: bytes) -> None:
-        """Append to the copy; if that fails, print it once and continue without a copy: the ranks must not wait for it."""
+        """Append bytes to the copy; on an error print it once and continue without a copy: no rank may block because of it."""
         if self._uncopied is not None:
             self._uncopied += data
             del self._uncopied[:-_KEPT_BYTES]
@@ -234,11 +234,11 @@ class Stream:
 
     @property
     def patience_s(self) -> float | None:
-        """How long an unfinished line that is held back may wait, in seconds; None: nothing is held back."""
+        """Return how long the unfinished line that is held back may wait, in seconds; None: no line is held back."""
         return self._shown.patience_s if self._shown is not None and self._shown.is_waiting else None
 
     def show_what_waits(self) -> None:
-        """Show an unfinished line that has been held back long enough."""
+        """Show the unfinished line if it has been held back for ``patience_s`` seconds."""
         if self._shown is not None:
             self._surely(self._shown.show_what_waits)
 
@@ -267,7 +267,8 @@ class Stream:
                 self._way.resize()
             if self._trace.pid and self._trace.ended is None:
                 with contextlib.suppress(OSError):
-                    os.kill(self._trace.pid, signal.SIGWINCH)  # it is not the rank's controlling terminal
+                    # The kernel sends SIGWINCH only for a controlling terminal, which this one is not.
+                    os.kill(self._trace.pid, signal.SIGWINCH)
 
 
 class LogFile:

@@ -50,7 +50,7 @@ class Target:
         try:
             return os.get_terminal_size(self.descriptor)
         except OSError:
-            return 0, 0  # the descriptor is no terminal, but its reader may show the output on one
+            return 0, 0  # unknown: the descriptor is no terminal, but its reader may show the output on one
 
     def flush(self) -> bool:
         """Write the queued output; return False if there was none."""

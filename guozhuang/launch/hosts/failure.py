@@ -1,4 +1,4 @@
-"""Describe why a host is no longer part of the run. Pure."""
+"""Describe why a host has failed, from the messages and the exit codes that the launcher received. Pure."""
 
 from __future__ import annotations
 

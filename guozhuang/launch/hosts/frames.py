@@ -19,11 +19,11 @@ class NodeConfig:
         node_rank: the index of the node; hosts of servers come after those of ranks.
         num_nodes: how many nodes have ranks.
         num_servers: how many parameter servers the run has.
-        serves: the numbers of those that this node runs, in the place of ranks.
+        serves: the numbers of the parameter servers that this node runs, in the place of ranks.
         interface: the network interface to use; None: the one that leads to the first host.
         secret: the secret of the run, in hexadecimal digits.
         attempt: how many times the launcher has started all ranks before.
-        max_restarts: how many times it may do so.
+        max_restarts: how many times the launcher may restart all ranks.
         terminals: for standard output and standard error: whether it is shown on a terminal, whether marks are coloured.
         options: the options of ``guozhuang run`` for the agent, as parsed; empty for a node of servers.
         extension: the fields of the run's ``Extension``.
@@ -45,7 +45,7 @@ class NodeConfig:
 
 @dataclass(frozen=True)
 class NodeReady:
-    """A node is ready for the rendezvous.
+    """A node's message that it is ready for the rendezvous.
 
     Attributes:
         same: a text that is the same for hosts that are one machine.
@@ -60,7 +60,7 @@ class NodeReady:
 
 @dataclass(frozen=True)
 class OpenDoors:
-    """A request to the first node: open a door at each of these addresses of it; ``port`` 0: at any free port."""
+    """A request to the first node: open a ``Door`` to the store at each of its addresses; ``port`` 0: any free port."""
 
     addresses: Sequence[str]
     port: int
@@ -68,7 +68,7 @@ class OpenDoors:
 
 @dataclass(frozen=True)
 class DoorsOpened:
-    """The first node's answer: address and port of each door, and the addresses that refused one, with the reasons."""
+    """The first node's answer to ``OpenDoors``: address and port of each open door; the reason for each address without one."""
 
     doors: Sequence[tuple[str, int]]
     refused: Mapping[str, str]
@@ -76,21 +76,21 @@ class DoorsOpened:
 
 @dataclass(frozen=True)
 class TryDoors:
-    """A request to the other nodes: try these doors, given by address and port."""
+    """A request to the other nodes: try to connect to these doors of the first node, given by address and port."""
 
     doors: Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class DoorsTried:
-    """Their answer: for each door the reason why it was not reached; "" for a door that was."""
+    """A node's answer to ``TryDoors``: for each door the reason why the node did not reach it; "" if it did."""
 
     reasons: Sequence[str]
 
 
 @dataclass(frozen=True)
 class UseDoor:
-    """A request to all nodes, which ends the rendezvous: use this door to reach the store of the run."""
+    """The request to all nodes that ends the rendezvous: reach the store of the run through the door at this address."""
 
     host: str
     port: int
@@ -98,19 +98,19 @@ class UseDoor:
 
 @dataclass(frozen=True)
 class RanksFinished:
-    """The ranks of the node have ended with 0; its agent waits for those of the other nodes."""
+    """A node's message that its ranks have ended with 0; its agent now waits for the ranks of the other nodes."""
 
 
 @dataclass(frozen=True)
 class ServerEnded:
-    """A parameter server of the node ended before the ranks; ``how`` is a sentence about it."""
+    """A node's message that one of its parameter servers ended before the ranks; ``how`` is a sentence about that."""
 
     how: str
 
 
 @dataclass(frozen=True)
 class NodeRefused:
-    """The node cannot take part."""
+    """A node's message that it cannot take part in the run; ``why`` is the text of the error."""
 
     why: str
 

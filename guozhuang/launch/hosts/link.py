@@ -28,10 +28,10 @@ from guozhuang.launch.hosts.supervisor import encode as encode
 
 _Message = TypeVar("_Message")
 
-# A host that receives nothing from the launcher for this long ends its ranks; shorter gaps of the network are tolerated. Its
-# ranks then have the grace time between SIGTERM and SIGKILL. Both in seconds.
+# A host that receives nothing from the launcher for LOST_AFTER_S seconds ends its ranks, with LOST_GRACE_S seconds between
+# SIGTERM and SIGKILL. Shorter gaps of the network are tolerated.
 LOST_AFTER_S, LOST_GRACE_S = 20.0, 10.0
-PING_S = 2.0  # between two heartbeats of the launcher
+PING_S = 2.0  # seconds between two heartbeats of the launcher
 _HEAD_BYTES = 5
 _CHUNK_BYTES = 1 << 16
 _MAX_WORDS_BYTES = 1 << 14
@@ -41,7 +41,7 @@ _DRAIN_S = 2.0
 
 @dataclass(eq=False)
 class Link:
-    """One host of a run, as the launcher sees it.
+    """The launcher's connection to one host of a run, with the last messages of the host.
 
     Attributes:
         name: name of the host, as the user wrote it.
@@ -51,7 +51,7 @@ class Link:
         messages: the last message of each class that the host sent.
         code: the agent's exit code, or minus the number of the signal that ended it; None until the supervisor sends it.
         words: the last text that ssh and the host's shell wrote to stderr.
-        has_started: whether the process of the client was started.
+        has_started: whether the client's process (ssh, or the local supervisor) was started.
         is_closed: whether the client's process has ended and all its output was read.
         on_message: called with each message of the host.
         kinds: the classes of messages that the host may send besides those of ``frames.TO_LAUNCHER``.
@@ -100,8 +100,8 @@ class Link:
         """Have the host's supervisor run a module of this package.
 
         Args:
-            module: its name; it is run with the descriptors IN and OUT, which lead here, as its arguments.
-            node: its first message.
+            module: the name of the module; its arguments are the descriptors IN and OUT, which lead to the launcher.
+            node: the first message to the module.
             environment: variables of this machine, which a host that is this machine has already.
             asked_environment: variables that the user asked for.
             options: the options of ssh.
@@ -133,7 +133,7 @@ class Link:
         config: SupervisorConfig,
         output: Callable[[Link, str, bytes], None],
     ) -> None:
-        """Start the command, and send it the supervisor's source and config.
+        """Run the command that starts the supervisor, and send it the supervisor's source and config.
 
         Args:
             command: the command of the supervisor, or of the ssh client that starts it.
@@ -169,7 +169,7 @@ class Link:
         return stdin.fileno() if self._unsent and stdin is not None and not stdin.closed else None
 
     def say(self, request: Any) -> None:
-        """Send the supervisor, or through it the agent, a request (a dataclass)."""
+        """Send a request (a dataclass) to the supervisor, which passes requests to the agent on."""
         with self._lock:
             self._unsent += encode(request)
         self.send_more()
@@ -193,7 +193,7 @@ class Link:
                 del self._unsent[: os.write(stdin.fileno(), self._unsent[:_CHUNK_BYTES])]
             except BlockingIOError:
                 return
-            except OSError:  # the client has ended, which ``look`` will notice
+            except OSError:  # the client has ended: drop the data; ``look`` will notice the end
                 self._unsent.clear()
 
     def receive(self, descriptor: int) -> None:
@@ -208,12 +208,12 @@ class Link:
             del self._open[descriptor]
 
     def look(self) -> bool:
-        """Check whether the client has ended; if so, close this link and return True, once."""
+        """Check whether the client has ended and its output was read; if so, close this link and return True, once."""
         if self.is_closed or self._process.poll() is None:
             return False
         if self._ended is None:
             self._ended = time.monotonic()
-        # A process that the client left running, such as a master connection of ssh, may hold its pipes open for ever.
+        # A process that the client left running, such as a master connection of ssh, may hold the client's pipes open for ever.
         if self._open and time.monotonic() < self._ended + _DRAIN_S:
             return False
         self._open.clear()
@@ -226,13 +226,13 @@ class Link:
         return self._process.returncode
 
     def hang_up(self) -> None:
-        """Close the supervisor's stdin; it then takes the launcher for lost and ends its ranks."""
+        """Close the supervisor's stdin, so that the supervisor considers the launcher lost and ends its ranks."""
         with self._lock, contextlib.suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
     def abandon(self) -> None:
-        """Kill the client's process without waiting for the host."""
+        """Kill the ssh client (or the local supervisor) without waiting for the host's last messages."""
         self.hang_up()
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ def candidates(ready: Sequence[NodeReady], name: str, asked: str | None) -> list
     Args:
         ready: the message of each host.
         name: name of the first host, as the user wrote it.
-        asked: the address that the user gave (``--master-addr``), which is then the only one; else None.
+        asked: the address that the user gave (``--master-addr``), which is then the only candidate; else None.
     """
     if asked is not None:
         return [asked]

@@ -1,7 +1,7 @@
 """The program that the supervisor of a host starts: it takes part in the hosts' rendezvous, then becomes the host's agent.
 
 ``python -m guozhuang.launch.hosts.node IN OUT``, where IN and OUT are descriptors for messages (frames.py) from and to the
-launcher. The first one is a ``NodeConfig``. The node answers ``NodeReady``, and carries out the launcher's requests until
+launcher. The first message is a ``NodeConfig``. The node answers ``NodeReady``, and carries out the launcher's requests until
 ``UseDoor``. Then it becomes the agent, or, if it is to run parameter servers, starts and watches these.
 
 [Note: the meeting point] The first host opens a store on loopback and a door (``net.door``) on each address by which other
@@ -45,7 +45,7 @@ _KNOCK_S = 5.0
 _STORE_S = 300.0
 _ORPHAN_S = 5.0
 _LOOK_AT_SERVERS_S = 0.05
-# Prefixes of variables on the rendezvous, which are removed because -H decides it: torchrun's, and the secret of an outer run.
+# Prefixes of variables that set up a rendezvous (torchrun's, and an outer run's secret); they are removed: -H sets it up.
 _SETTLED = (
     "PET_NNODES", "PET_NODE_RANK", "PET_NPROC", "PET_MASTER", "PET_RDZV", "PET_STANDALONE", "PET_LOCAL_ADDR", "PET_MAX_RES",
     "GUOZHUANG_SECRET",
@@ -53,7 +53,7 @@ _SETTLED = (
 
 
 class Node:
-    """One host of the run: answers the launcher until ``UseDoor``, then is the agent, or runs parameter servers."""
+    """One host of the run: answers the launcher's requests until ``UseDoor``, then is the agent, or runs parameter servers."""
 
     def __init__(self, channel: Channel, config: frames.NodeConfig) -> None:
         self._channel = channel
@@ -74,7 +74,7 @@ class Node:
         self._store: dist.Store | None = None
         self._store_port = 0
         self._doors: dict[tuple[str, int], Door] = {}
-        self._door: tuple[str, int] = ("", 0)  # the door that all hosts reached
+        self._door: tuple[str, int] = ("", 0)  # address and port of the door that all hosts reached
 
     def run(self) -> int:
         """Take part in the rendezvous, then run the agent or the servers; return the exit code."""
@@ -104,7 +104,7 @@ class Node:
         return 1
 
     def _is_store_there(self) -> bool:
-        """Return whether the first host's door still answers: its agent closes it when the run is over."""
+        """Return whether the first host's door to the store still answers; the agent there closes it when the run is over."""
         try:
             with knock(*self._door, self._secret, _KNOCK_S):
                 return True
@@ -133,7 +133,7 @@ class Node:
     def _listen(self, candidates: Sequence[str], port: int) -> frames.DoorsOpened:
         listener = socket.create_server(("127.0.0.1", 0))
         self._store_port = int(listener.getsockname()[1])
-        # The agent, later in this process, opens a store at this port and gets this one, because both are multi_tenant.
+        # The agent, later in this process, opens a store at this port and gets this store, because both are multi_tenant.
         self._store = serve(listener, _STORE_S, is_shared=True)
         refused = {}
         for host in candidates:
@@ -147,7 +147,7 @@ class Node:
         return frames.DoorsOpened(list(self._doors), refused)
 
     def _go(self, host: str, port: int, stack: contextlib.ExitStack) -> int:
-        """Keep only the chosen door, or open a passage to it; return the loopback port that leads to the store."""
+        """On the first host close all other doors, elsewhere open a passage to this one; return the store's loopback port."""
         self._door = host, port
         if self._config.node_rank == 0:
             for found in [each for each in self._doors if each != (host, port)]:
@@ -166,7 +166,7 @@ class Node:
 
 
 def _knock(doors: Sequence[tuple[str, int]], secret: bytes) -> frames.DoorsTried:
-    """Try all doors at the same time."""
+    """Connect to all doors at the same time; return for each door the reason why that failed, or ""."""
     reasons = ["nobody answered"] * len(doors)
 
     def try_one(number: int, host: str, port: int) -> None:
@@ -187,7 +187,7 @@ def _knock(doors: Sequence[tuple[str, int]], secret: bytes) -> frames.DoorsTried
 
 
 class Channel:
-    """Messages from and to the launcher, through the supervisor."""
+    """A node's connection to the launcher, by pipes through the supervisor: receives requests and sends messages."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading, self._writing = os.fdopen(reading, "rb"), writing
@@ -215,7 +215,7 @@ class Channel:
         """Inside the ``with`` block, end this process and its ranks as soon as the supervisor has ended."""
 
         def watch() -> None:
-            while os.read(self._reading.fileno(), 4096):  # without the buffer, whose lock would be held at exit
+            while os.read(self._reading.fileno(), 4096):  # not _reading.read(), whose lock would be held at exit
                 pass
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(_ORPHAN_S)
@@ -234,7 +234,7 @@ def _end_of_servers(servers: Servers, signals: Sequence[int], is_store_there: Ca
         is_store_there: returns whether the store can still be reached.
 
     Returns:
-        Which server ended too early, and how; or which signal ended this process (at the end of a run, too).
+        A sentence: which server ended too early, and how; or which signal ended this process (at the end of a run, too).
     """
     is_over = False
     while not signals:
@@ -244,8 +244,8 @@ def _end_of_servers(servers: Servers, signals: Sequence[int], is_store_there: Ca
             continue
         if is_store_there():
             return ended
-        # The run is over, or the first host is lost. Both the launcher notices by itself, though perhaps late, as when it is
-        # stopped (Ctrl-Z) or blocked by a pager. To report a failure here would make a successful run fail.
+        # The run is over, or the first host is lost. The launcher notices either by itself, but late while it is stopped
+        # (Ctrl-Z) or blocked by a pager. A failure that is reported here would make a successful run fail.
         is_over = True
     return f"its servers were told to end by {signal.Signals(signals[0]).name}"
 

@@ -20,7 +20,7 @@ from guozhuang.launch.signals import ENDING
 from guozhuang.world import versions
 
 DEFAULT_START_TIMEOUT_S = 60.0
-# Options that the launcher itself carries out, and those on the rendezvous, which -H does not accept because it decides it.
+# Options that the launcher itself carries out, and options on the rendezvous, which -H excludes because it sets that up.
 _OF_THE_LAUNCHER = (
     "hosts", "hostfile", "exported", "ssh_port", "ssh_identity", "ssh_config", "start_timeout", "interface", "servers",
     "server_hosts", "num_ranks",
@@ -200,7 +200,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> HostsPlan:
     spare = [host for text in found.server_hosts or () for host in parse_hosts(text, "--server-hosts")]
     signals = [each for each in signals_of(found.signals_to_handle) if each not in ENDING]
     placed = place(named_hosts(found), _number_of_ranks(found.num_ranks), found.nproc_per_node)
-    # Each agent replaces its own ranks, within its own limit; all ranks are restarted by the launcher.
+    # With keep-survivors each agent replaces its own ranks, within its own limit; otherwise the launcher restarts all ranks.
     is_replaced = found.on_failure == Policy.KEEP_SURVIVORS.value
     of_agents = vars(found) | RENDEZVOUS_DEFAULTS | dict.fromkeys(_OF_THE_LAUNCHER)
     of_agents["max_restarts"] = found.max_restarts if is_replaced else 0

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
 
-_MAX_SERVERS = 64  # per host; a greater number is a mistake, mostly the port of ssh
-_MAX_RANKS = 1024  # per host; a greater number is a mistake, mostly the port of ssh
+_MAX_SERVERS = 64  # per host; a greater number is a mistake, mostly ssh's port written as host:port
+_MAX_RANKS = 1024  # per host; a greater number is a mistake, mostly ssh's port written as host:port
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def place(hosts: Sequence[Host], num_ranks: int | None, per_host: str | None) -> list[tuple[str, str]]:
-    """Return the number of ranks of each host, in the order of the hosts; slots of a host that is named twice are added.
+    """Return (host, number of ranks) for each host that gets ranks, in order; slots of a host that is named twice are added.
 
     Args:
         hosts: the hosts that the user named.
@@ -119,7 +119,7 @@ def place(hosts: Sequence[Host], num_ranks: int | None, per_host: str | None) ->
 def place_servers(
     number: int | None, spare: Sequence[tuple[str, int | None]], rank_hosts: Sequence[str]
 ) -> list[tuple[str, Sequence[int]]]:
-    """Return the numbers of the parameter servers of each host that gets any.
+    """Return (host, the numbers of its parameter servers) for each host that gets any.
 
     Args:
         number: ``--servers``; None if it was not given.

@@ -36,21 +36,21 @@ from guozhuang.launch.signals import ENDING, Signals
 if TYPE_CHECKING:
     from guozhuang.launch.hosts.options import HostsPlan
 
-# Time between SIGTERM and SIGKILL: after a signal from the user (as in torchrun); after a failure; and for an agent whose ranks
-# have ended, since it may be blocked in a call that a signal does not interrupt.
+# Seconds between SIGTERM and SIGKILL: after a signal from the user (as in torchrun); after a failure; and for an agent whose
+# ranks have ended, since it may be blocked in a call that a signal does not interrupt.
 _ASKED_GRACE_S, _FAILED_GRACE_S, _FINISHED_GRACE_S = 30.0, 10.0, 2.0
-# Time that an agent gets after --shutdown-timeout to report how its ranks ended.
+# Seconds that an agent gets after --shutdown-timeout to report how its ranks ended.
 _AFTER_SHUTDOWN_S = 5.0
 _SETTLE_S = 1.0
-# Further wait if all failed hosts only report the loss of another host: agents notice that sooner than the ssh client.
+# Seconds of further wait if all failed hosts only report the loss of another host: agents notice a loss sooner than ssh does.
 _CAUSE_S = ssh.ALIVE_S * ssh.ALIVE_COUNT
-# The wait if a host fails before the rendezvous: longer, so that the report names all hosts that cannot be reached.
+# Seconds to wait after a host has failed before the rendezvous, so that the report names all hosts that cannot be reached.
 _REACH_S = 5.0
-# After the grace time: how long to wait for a host's last messages before its connection is dropped.
+# Seconds to wait after the grace time for a host's last messages; then its connection is dropped.
 _LAST_WORDS_S = 10.0
-# How long sending the message "pause" to the hosts may take before Ctrl-Z stops the launcher.
+# Limit in seconds for sending the hosts ``PauseHost`` after Ctrl-Z; then the launcher stops.
 _PAUSE_S = 1.0
-# Longest wait for events while an unfinished line is held back; see console/display.py.
+# Longest wait for events in seconds while an unfinished line is held back; see console/display.py.
 _HOLDING_S = 0.03
 
 
@@ -107,7 +107,7 @@ class HostsRun:
                     self._meet()
                     self._has_met = True
                     self._follow(lambda: all(link.is_closed for link in self._of_ranks))
-                    self._end(_FINISHED_GRACE_S)  # the servers
+                    self._end(_FINISHED_GRACE_S)  # all ranks have ended; this ends the parameter servers
                     self._report_ended(says_all=False)
                     return 0
                 except _Failed:
@@ -181,9 +181,11 @@ class HostsRun:
             link.say(frames.UseDoor(*chosen))
 
     def _await(self, kind: type[_Message], state: str, links: Sequence[Link]) -> list[_Message]:
-        """Wait until each of these hosts has sent this message, and return them.
+        """Wait until each of these hosts has sent a message of this class, and return the messages.
 
-        After the time-out raise ``_Failed`` for the hosts that are not in this ``state``.
+        Raises:
+            _Failed: at the time-out a host had not sent one, so was not in this ``state``; or a host failed.
+            _Stopped: the launcher got a signal.
         """
         deadline = time.monotonic() + self._wanted.start_timeout_s
         try:
@@ -254,7 +256,7 @@ class HostsRun:
             self._failures.append(hosts_failure.of(link))
 
     def _pause(self) -> float:
-        """Handle Ctrl-Z: send the hosts "pause", stop this process, and resume when the shell says so; return the seconds."""
+        """Handle Ctrl-Z: send the hosts ``PauseHost``, stop until the shell resumes this process; return the seconds."""
         begin = time.monotonic()
         self._wants_pause = False
         self._say_to_all(PauseHost(True))
@@ -264,7 +266,7 @@ class HostsRun:
             self._turn(0.1)
         self._display.end_lines()
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)  # delivered before the next line runs
+        signal.pthread_kill(threading.get_ident(), signal.SIGTSTP)  # stops the process before the next line runs
         signal.signal(signal.SIGTSTP, handler)
         self._say_to_all(PauseHost(False))
         return time.monotonic() - begin
@@ -327,7 +329,7 @@ class HostsRun:
         self._asked_to_end = {link.node_rank for link in self._links if not link.is_closed}
         num_signals = len(self._signals)
         self._end_these(self._of_ranks, grace_s, signal.SIGTERM if number in ENDING else number)
-        # See [Note: hosts of servers].
+        # The servers end after the ranks, which may need them until then; see [Note: hosts of servers].
         self._end_these(self._of_servers, _FINISHED_GRACE_S if len(self._signals) == num_signals else 0.0)
 
     def _end_these(self, links: Sequence[Link], grace_s: float, number: int = signal.SIGTERM) -> None:
@@ -350,7 +352,7 @@ class HostsRun:
             self._turn(0.1)
 
     def _report_ended(self, says_all: bool = True) -> None:
-        """Report for each host that the launcher ended whether it confirmed; ``says_all`` False: only if it did not."""
+        """Print for each host that the launcher ended whether it confirmed its end; ``says_all`` False: only if it did not."""
         for link in self._links:
             if link.node_rank in self._asked_to_end and AgentStarted in link.messages:
                 has_ended = link.is_closed and link.code is not None

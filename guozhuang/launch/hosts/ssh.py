@@ -35,7 +35,7 @@ CARRIED_BEGINNINGS = (
 LEFT = (
     "GUOZHUANG_SECRET", "GUOZHUANG_RUN", "PYTHONHOME", "TORCHELASTIC_",
 )  # fmt: skip
-# Variables that of_the_job leaves out: those that a login sets, and those that a launcher sets for one process.
+# Variables that ``of_the_job`` leaves out: those that a login sets, and those that a launcher sets for one process.
 _OF_A_LOGIN = {
     "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_", "TERM", "HOSTNAME", "MAIL", "DISPLAY", "TMPDIR",
     "COLUMNS", "LINES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
@@ -44,7 +44,7 @@ _OF_A_LOGIN = {
     "KRB5CCNAME",
 }  # fmt: skip
 _OF_ONE = (*LEFT, "SSH_", "XDG_", "DBUS_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "LSB_", "PBS_")
-# Variables with lists of folders: the host's own folders are kept after those of this machine.
+# Variables that hold lists of folders: on a host, its own folders are kept, after those of this machine.
 LISTS = ("PATH", "LD_LIBRARY_PATH")
 
 # Reads the supervisor's source from stdin up to a zero byte, and runs it. It is one line, so that every shell can pass it on.
@@ -106,14 +106,18 @@ def client(host: str, options: SshOptions, timeout_s: float, remote: str) -> lis
         "ForwardAgent": "no",
         # An existing master connection is used, but none is opened: it would hold the client's stderr open after the run.
         "ControlMaster": "no",
-        "ClearAllForwardings": "yes",  # a forwarded port would be taken from the second host on
+        "ClearAllForwardings": "yes",  # the first host's client would occupy a forwarded port of ssh's config
     }
     chosen = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
     return ["ssh", *chosen, *options.arguments(), "--", host, remote]
 
 
 def check_installed() -> None:
-    """Raise UsageError if there is no ssh client."""
+    """Check that this machine has an ssh client.
+
+    Raises:
+        UsageError: the command ``ssh`` is not installed.
+    """
     if shutil.which("ssh") is None:
         fix = "install it (Debian: apt install openssh-client), or leave -H out to run on this machine alone"
         raise UsageError(explain("-H starts hosts over ssh, and there is no command ssh on this machine", fix=fix))
@@ -205,7 +209,7 @@ def of_the_job(environ: Mapping[str, str], extension: Extension = NO_EXTENSION) 
 
 
 def folder() -> str:
-    """Return the working directory by $PWD's name, with its links unresolved: they may lead elsewhere on another host."""
+    """Return the working directory as $PWD names it: its symbolic links stay, which may lead elsewhere on another host."""
     here = os.getcwd()
     known = os.environ.get("PWD", "")
     return known if os.path.isabs(known) and os.path.isdir(known) and os.path.samefile(known, here) else here

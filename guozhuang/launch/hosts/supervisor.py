@@ -15,8 +15,8 @@ payload. "O" and "E" are output of the agent and its ranks on stdout and stderr,
 the network is cut, stdin does not close, so silence longer than ``lost_after_s`` counts as the end of the launcher too, unless
 it has sent "pause" (Ctrl-Z). Then, and when the agent has ended, every descendant of the supervisor is killed. Ranks have
 sessions of their own; but the supervisor is the reaper of orphans (PR_SET_CHILD_SUBREAPER), so a walk over its tree of
-processes finds them all. It listens to the pipe and not to a store, as ``watch`` does, because it runs before the hosts have
-met, and also on a host that lacks the package.
+processes finds them all. Unlike ``watch``, the supervisor listens to a pipe and not to a store, because it runs before the
+rendezvous, and also on a host that lacks the package.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from typing import Any
 from guozhuang.watch.processes import SET_CHILD_SUBREAPER, SET_PDEATHSIG, descendants, environment, has_proc, prctl
 
 _CHUNK_BYTES = 1 << 16
-# While this much output waits for the launcher, no more is read from the ranks, which then block as on a slow terminal.
+# Bytes; while so much output waits for the launcher, no more is read from the ranks, which then block as on a slow terminal.
 _MAX_WAITING_BYTES = 1 << 20
-# Time for the guard of a killed agent to kill the ranks and remove the agent's folder.
+# Seconds that the guard of a killed agent gets to kill the ranks and remove the agent's folder.
 _TIDY_S = 1.0
 _DRAIN_S = 2.0
 _KILL_S = 10.0
-_OF_GUARDS = b"GUOZHUANG_GUARD="  # see guard.py
+_OF_GUARDS = b"GUOZHUANG_GUARD="  # the environment variable that marks a guard; see guard.py
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class EndAgent:
 
 @dataclass(frozen=True)
 class PauseHost:
-    """A request to accept the launcher's silence (Ctrl-Z), or no longer to accept it."""
+    """A request to tolerate that the launcher sends no heartbeats (Ctrl-Z stops it); False: not to tolerate it any longer."""
 
     is_paused: bool
 
 
 @dataclass(frozen=True)
 class AgentStarted:
-    """The supervisor has started the agent. Both are process ids."""
+    """The supervisor's message that it has started the agent, with the process ids of both."""
 
     supervisor: int
     agent: int
@@ -102,14 +102,14 @@ class AgentStarted:
 
 @dataclass(frozen=True)
 class AgentEnded:
-    """The agent's exit code, or minus the number of the signal that ended it."""
+    """The supervisor's last message: the agent's exit code, or minus the number of the signal that ended it."""
 
     code: int
 
 
 @dataclass(frozen=True)
 class HostLacks:
-    """The host lacks something that the agent needs; ``what`` is a sentence without its subject, which is the host."""
+    """The supervisor's message that the host lacks something that the agent needs: a sentence without its subject, the host."""
 
     what: str
 
@@ -130,13 +130,13 @@ def decode(line: bytes, kinds: Iterable[type]) -> Any:
 
 
 class Supervisor:
-    """The loop between the launcher and the agent. See [Note: the wire] and [Note: nothing stays]."""
+    """Passes messages and output between the launcher and the agent. See [Note: the wire] and [Note: nothing stays]."""
 
     def __init__(self, config: SupervisorConfig) -> None:
         self._config = config
         self._heard = time.monotonic()
         self._waiting = bytearray()
-        self._received = self._from_node = b""  # the beginning of a line, of the launcher and of the agent
+        self._received = self._from_node = b""  # the unfinished line from the launcher, and from the agent
         self._selector = selectors.DefaultSelector()
         self._agent: subprocess.Popen[bytes] | None = None
         self._pipes: dict[int, bytes] = {}
@@ -199,7 +199,7 @@ class Supervisor:
         )
         os.close(in_node)
         os.close(out_node)
-        with contextlib.suppress(OSError):  # the agent has already ended; ``run`` reports how
+        with contextlib.suppress(OSError):  # the write fails if the agent has already ended; ``run`` reports how
             os.write(self._to_node, self._config.first_line.encode())
         assert self._agent.stdout is not None and self._agent.stderr is not None
         self._pipes = {self._agent.stdout.fileno(): b"O", self._agent.stderr.fileno(): b"E", from_node: b"J"}
@@ -208,7 +208,7 @@ class Supervisor:
         self.say(AgentStarted(os.getpid(), self._agent.pid))
 
     def _turn(self, waker: int) -> None:
-        """Wait up to 0.1 s for input, and pass it on."""
+        """Wait up to 0.1 s for data from the launcher or the agent, and pass it on."""
         takes_more = len(self._waiting) < _MAX_WAITING_BYTES
         for pipe in self._pipes:
             watched = pipe in self._selector.get_map()
@@ -298,7 +298,7 @@ class Supervisor:
         self._heard = time.monotonic()
 
     def _end(self, grace_s: float, number: int = signal.SIGTERM) -> None:
-        """Send the agent a signal, and have everything killed after the grace time; a later call can only shorten it."""
+        """Send the agent a signal; ``run`` kills all processes after the grace time, which a later call can only shorten."""
         assert self._agent is not None
         if self._kill_at is None and grace_s > 0:
             with contextlib.suppress(OSError):

@@ -39,13 +39,13 @@ def of_this_agent(environ: Mapping[str, str], who: str = "guozhuang run") -> Lau
 
 
 def refuse_others(who: str) -> None:
-    """Check that srun or mpirun did not start this program, which starts all ranks of its run, several times.
+    """Refuse to continue if srun or mpirun started this program, which starts all ranks of a run itself, several times.
 
     Args:
         who: the program's name.
 
     Raises:
-        UsageError: they started it several times, on one node or several.
+        UsageError: srun or mpirun started the program several times, on one node or several.
     """
     node = of_this_agent(os.environ, who)
     if node is not None:

@@ -1,4 +1,4 @@
-"""Read and check the options of ``guozhuang run``, which are torchrun's and our own, and fill in defaults."""
+"""Read and check the options of ``guozhuang run``, which are torchrun's options and our own; fill in defaults."""
 
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     chosen: list[str] = []
     script.check(found, environ)
     if found.training_script.startswith("-") and not (found.module or found.no_python):
-        found.training_script = os.path.join(os.curdir, found.training_script)  # Python would take it for an option
+        # Python would take a script whose name begins with "-" for an option.
+        found.training_script = os.path.join(os.curdir, found.training_script)
     found.nproc_per_node = found.num_ranks or found.nproc_per_node
     if found.nproc_per_node is None:
         found.nproc_per_node, why = _default_ranks()
@@ -183,7 +184,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     if found.standalone or (not names_nodes and most_nodes == 1):
         found.standalone, found.rdzv_backend, found.rdzv_endpoint, found.master_port = True, "static", "", None
         found.rdzv_id = secrets.token_hex(8)
-        # Torch would use the host name, which need not resolve; no other node has to reach this one.
+        # Torch's default is the host name, which need not resolve; no other node has to reach this one.
         found.local_addr = found.local_addr or "localhost"
     variables: dict[str, str] = {}
     num_cores = machine.usable_cores()
@@ -225,7 +226,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     elif found.interface is not None:
         variables |= interfaces.variables_towards("", environ, found.interface)
     else:
-        variables |= interfaces.variables_of_ranks(None, environ)  # other machines cannot connect then
+        variables |= interfaces.variables_of_ranks(None, environ)  # loopback, so that no other machine can connect
     policy = Policy(found.on_failure)
     if policy is Policy.KEEP_SURVIVORS and found.max_restarts == 0:
         what = "--on-failure keep-survivors says what is restarted, and no restart is allowed"
@@ -267,7 +268,7 @@ def _interface(found: argparse.Namespace, environ: Mapping[str, str], node: Laun
     endpoint = found.rdzv_endpoint.rpartition(":")[0] or found.rdzv_endpoint
     asked = found.interface
     host = endpoint.strip("[]") or found.master_addr.strip("[]")
-    # Nodes that meet on loopback are on one machine, or use a tunnel; then the user sets the interface.
+    # Nodes that meet on loopback are on one machine or use a tunnel: then only the user can know the interface.
     if asked is None and host in ("localhost", "127.0.0.1", "::1"):
         return {}
     return interfaces.variables_towards(host, environ, asked)
@@ -294,7 +295,7 @@ def _copy_folder(found: argparse.Namespace) -> str | None:
 
 
 def _folder(option: str, name: str, what: str) -> str:
-    """Return the absolute path of the folder, which is created if necessary."""
+    """Create the folder that an option names, if necessary, and return its absolute path."""
     folder = os.path.abspath(name)
     fix = f"give {option} another folder"
     try:

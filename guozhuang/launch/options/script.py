@@ -64,7 +64,7 @@ def _option(parser: argparse.ArgumentParser, word: str) -> tuple[argparse.Action
     if name in known:
         return known[name], bool(equals)
     if not word.startswith("--"):
-        return known.get(word[:2]), True  # -Hhost:2
+        return known.get(word[:2]), True  # a short option and its value in one word, as in -Hhost:2
     fitting = {id(action): action for option, action in known.items() if option.startswith(name)}
     return (next(iter(fitting.values())) if len(fitting) == 1 else None), bool(equals)
 
@@ -136,7 +136,7 @@ def _compile(path: Path) -> None:
         return
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # each rank prints them itself
+            warnings.simplefilter("ignore")  # each rank prints the warnings about its script itself
             compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except OSError as error:
         fix = "check its permissions"
@@ -147,4 +147,4 @@ def _compile(path: Path) -> None:
         fix = "mend that line; for a program that is not Python there is --no-python"
         raise UsageError(explain(f"syntax error in {where}: {error.msg}{text}", fix=fix)) from error
     except (ValueError, RecursionError, MemoryError):
-        return  # NUL bytes, or too large for this process: the rank will report it
+        return  # the script has NUL bytes, or is too large to compile here: the rank will report that

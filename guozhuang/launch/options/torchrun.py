@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from guozhuang.errors import UsageError, explain
 
 _NUM_PORTS = 65536
-# Settings of `--rdzv-conf`: for nodes that join and leave (_ELASTIC), and for a fixed number of nodes (_FIXED).
+# Accepted settings of `--rdzv-conf`: for nodes that join and leave (_ELASTIC), and for a fixed number of nodes (_FIXED).
 _SECONDS = ("timeout", "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout")
 _COUNTS = ("keep_alive_interval", "keep_alive_max_attempt")
 _ELASTIC = (*_SECONDS, *_COUNTS, "is_host", "store_type")
 _FIXED = ("timeout", *_COUNTS)
 _WORDS = {"is_host": "write true or false", "store_type": "write tcp or file"}
 _CANNOT_BE_HANDLED = (signal.SIGKILL, signal.SIGSTOP)
-# Torchrun's defaults of the rendezvous options. The parser's own defaults do not serve: they include PET_ variables, which
-# count here as set by the user.
+# Torchrun's defaults of the rendezvous options, without PET_ variables: those are in the parser's own defaults, but count here
+# as set by the user.
 RENDEZVOUS_DEFAULTS = {
     "nnodes": "1:1", "node_rank": 0, "master_addr": None, "master_port": None, "rdzv_backend": "static",
     "rdzv_endpoint": "", "rdzv_id": "none", "rdzv_conf": "", "standalone": False,
@@ -151,7 +151,7 @@ def _check_conf(found: argparse.Namespace, most_nodes: int) -> None:
     except ValueError as error:
         raise UsageError(explain(f"--rdzv-conf: {error}", value=found.rdzv_conf, fix="write timeout=900")) from error
     if found.rdzv_backend not in ("static", "c10d"):
-        return  # a backend of a third party, whose settings are not known here
+        return  # the backend is a third party's, whose settings are not known here
     known = _FIXED if found.rdzv_backend == "static" and most_nodes > 1 else _ELASTIC
     for name, value in settings.items():
         if name not in known:

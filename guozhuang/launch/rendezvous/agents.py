@@ -36,12 +36,12 @@ from guozhuang.watch.watcher import read_beats, use_store
 
 SILENCE_S = ANSWER_S
 _BEAT_S = 1.0
-_REPORT_S = 3.0  # time for other agents to read why this one aborts, and to report a failure that came before ours
+_REPORT_S = 3.0  # seconds for other agents to read why this one aborts, and to report a failure that came before ours
 _LOOK_S = 0.02
-# Time between two reads of the messages: per node of the run, and the maximum.
+# Seconds between two reads of the messages: per node of the run, and the maximum.
 _LOOK_PER_NODE_S, _LONGEST_LOOK_S = 0.002, 0.2
 _WATCHERS = 2  # number of nodes that read all heartbeats: two, because one of them may itself be lost
-_STILL_S = 3.0  # a stop of this agent itself that is at least this long is mentioned in errors
+_STILL_S = 3.0  # seconds; if this agent itself stood still at least so long, its error about a loss says so
 
 
 class OtherNodeError(WorldError):
@@ -78,20 +78,20 @@ class OtherAgents:
         self._silence_s = silence_s
         self._others = [other for other in range(num_nodes) if other != node]
         self._me = this_process(socket.gethostname())
-        # A single limit: no agent looks at the process of another one.
+        # Both limits are the silence: an agent is lost by its silence alone, since no agent looks at another one's process.
         limits = replace(Limits.of(_BEAT_S), silent_s=silence_s, lost_s=silence_s)
         self._clock = AwakeClock(2 * _BEAT_S)
         self._judge = Judge(num_nodes, limits, None, self._clock())
         self._reported: set[int] = set()  # the nodes that this one has reported as lost
         self._beating = threading.Lock()
-        self._left: str | None = None  # "" once this node needs the store no more
+        self._left: str | None = None  # part of each heartbeat; "" once this node needs the store no more, None before
         self._look_s = min(_LONGEST_LOOK_S, _LOOK_PER_NODE_S * num_nodes)
         self._looked = float("-inf")
         self._num_messages = 0  # number of messages at the last read
         self._given_up: dict[int, tuple[int, int, int, str]] = {}
         self._answered: set[int] = set()
         self._lost: tuple[int, str] | None = None
-        self.round = 1  # the last rendezvous that any node began
+        self.round = 1  # number of the last rendezvous that any node began
         self._count = 0
         self._stood_still_s = 0.0
         self._reactions_since: float | None = None
@@ -153,7 +153,7 @@ class OtherAgents:
             kind, *words = json.loads(line)
             if kind == "gave up":
                 node, is_reaction, code, text = words
-                if self._given_up.get(node, (1,))[0]:  # a report that is no reaction is never overwritten
+                if self._given_up.get(node, (1,))[0]:  # never overwrite a report that is no reaction to another failure
                     self._given_up[node] = is_reaction, node, code, text
             if kind in ("gave up", "answer"):
                 self._answered.add(words[0])
@@ -196,12 +196,12 @@ class OtherAgents:
         raise cause
 
     def _read(self) -> None:
-        """Report that this node needs the store no more."""
+        """Report, by a heartbeat, that this node has read the last messages and needs the store no more."""
         self._has_ended, self._left = True, ""
         self._beat()
 
     def _cause(self) -> OtherNodeError | None:
-        """Return the reason why the run is over, or None. See [Note: who was first]."""
+        """Return the reason why the run is over; None while it continues or the cause is unclear. See [Note: who was first]."""
         self._receive()
         lost = self._loss()
         if not self._given_up:

@@ -25,8 +25,8 @@ from guozhuang.net.meeting_point import MeetingPoint
 if TYPE_CHECKING:
     from guozhuang.launch.options.plan import Plan
 
-_DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # the defaults of torchrun
-# Longest silence of an agent under the launcher of several hosts, which notices a lost host earlier and names it better.
+_DEFAULT_PORTS = {"static": 29500, "c10d": 29400}  # rendezvous backend -> torchrun's default port
+# Seconds for which an agent may be silent under the launcher of several hosts, which notices a lost host earlier than that.
 _UNDER_A_LAUNCHER_S = 30.0
 
 
@@ -99,7 +99,7 @@ def _keep_or_join(point: MeetingPoint, is_keeper: bool, timeout_s: float, is_sur
     except UsageError:
         if is_sure:
             raise
-        # Another agent of this node may keep the store at this port.
+        # The port is taken; another agent of this node may keep the store there, so join that store.
         here = replace(point, host=stores.listening_address(point))
         return join(here, None, 5.0, who="the store of the agent that keeps the port", fix=JOIN_FIX)
     say_if_open(kept, point.secret)

@@ -29,7 +29,7 @@ from guozhuang.net.interfaces import LOOPBACK
 from guozhuang.net.meet import WorldStore, join, keep
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 
-STORE_S = 300.0  # timeout of one operation of a store that an agent keeps
+STORE_S = 300.0  # timeout in seconds of one operation of a store that an agent keeps
 JOIN_FIX = (
     "check that `guozhuang run` was started there, the address, the port, and that both or none have GUOZHUANG_SECRET"
 )
@@ -104,7 +104,7 @@ class Attempt:
 
 
 def meeting_point(host: str, port: int, secret: bytes | None, interface: str | None) -> MeetingPoint:
-    """Return the address at which agents meet. Only "localhost" and addresses of loopback mean that all are on one machine.
+    """Return the address at which agents meet. Only "localhost" and loopback addresses mean that all agents are on one machine.
 
     Args:
         host, port: the address of node 0 in the options of the agents.
@@ -161,13 +161,13 @@ class FixedRendezvous:
         self._round, self._first_attempt = 0, attempt
         self._shared: PatientStore | None = None
         self._silence_s = silence_s
-        # Before anything is started: a port that is taken is an error of the command line.
+        # Open the store before anything is started, because a port that is taken is an error of the command line.
         self._kept = self._keep() if node_rank == 0 else None
 
     def _keep(self) -> WorldStore:
         """Open a store, or share the one that this process already keeps at that port.
 
-        With -H the process opens a store on loopback before it becomes the agent; other hosts reach that through a door.
+        With -H the process opens a store on loopback before it becomes the agent; other hosts reach that through a ``Door``.
         """
         try:
             kept = keep(self._point, STORE_S)
@@ -201,7 +201,7 @@ class FixedRendezvous:
         meeting = self._shared.within(str(self._round))
         meeting.while_waiting = self._others.look
         try:
-            self._others.begin_round(self._round)  # read by must_restart of other nodes
+            self._others.begin_round(self._round)  # makes ``must_restart`` of nodes in an earlier round return True
             shares = self._roll_call(meeting, share)
             self._kept.remove_note()
             if self._round > 1:
@@ -233,7 +233,7 @@ class FixedRendezvous:
         return Attempt(self.attempt, 0, [share], name, self._kept.local[1])
 
     def _roll_call(self, meeting: PatientStore, share: NodeShare) -> list[NodeShare]:
-        """Wait for every node, in short steps so that a signal can interrupt it; return the shares of all nodes."""
+        """Wait until all nodes have joined, in short steps so that a signal can interrupt the wait; return their shares."""
         if meeting.add(f"claim/{self._node_rank}", 1) > 1:
             what = f"two agents say that they are node {self._node_rank} of {self._num_nodes}"
             raise WorldError(explain(what, fix="give each its own --node-rank; end agents of an earlier run"))
@@ -245,7 +245,7 @@ class FixedRendezvous:
         return [NodeShare(**json.loads(text)) for text in meeting.multi_get(keys)]
 
     def _forget(self, meeting: PatientStore) -> None:
-        """Remove the keys of the last attempt's ranks from the store. They have all ended, since every agent has joined."""
+        """Remove the keys of the last attempt's ranks from the store. Those ranks have ended, since every agent has joined."""
         if self._node_rank == 0:
             whole = meeting.whole
             for key in whole.list_keys():
