@@ -45,7 +45,7 @@ def agree(
         return
     rank = group.rank()
     store = store_of(group)
-    # Each rank counts its own agreements in the store, so no process keeps a counter.
+    # The store counts each rank's calls: the n-th calls of all ranks belong together, and use keys with this number.
     turn = store.add(f"guozhuang/agree/turns/{rank}", 1)
     prefix = f"guozhuang/agree/{turn}"
     digest = hashlib.sha256("\n".join([what, *lines]).encode()).hexdigest()
@@ -69,7 +69,7 @@ def store_of(group: dist.ProcessGroup) -> Store:
 
     Exception: a group made without ``new_group`` uses the store of the default group.
     """
-    # PyTorch has no public function for this.
+    # PyTorch has no public function that returns a group's store.
     known = dist.distributed_c10d._world.pg_map
     default = dist.group.WORLD
     assert default is not None, "there is no process group"
@@ -78,7 +78,7 @@ def store_of(group: dist.ProcessGroup) -> Store:
 
 
 class StoreNotices:
-    """Notices that ranks leave in a store for each other when a step has failed.
+    """Notices (short texts) that ranks write to a store for each other when a step has failed.
 
     Readers ask for the number of notices, and for the notices themselves only if there are new ones: ranks that wait may read
     every second, and one process serves them all.
@@ -96,7 +96,7 @@ class StoreNotices:
         """Write this rank's notice about a step; do nothing if the store is gone."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{step}/{self._rank}", text)
-            self._store.add(f"{step}/count", 1)  # after the notice, so that readers of the number find it
+            self._store.add(f"{step}/count", 1)  # last, so that a rank that reads the new count also finds the notice
 
     def read(
         self, step: int, patience_s: float, is_enough: Callable[[dict[int, str]], bool] = lambda found: False
@@ -108,7 +108,7 @@ class StoreNotices:
         Args:
             step: only notices about this step are read; notices are never withdrawn.
             patience_s: the longest wait for ranks that have written none, in seconds.
-            is_enough: returns whether these notices need no others, so that the wait ends.
+            is_enough: returns True for notices that make further ones unnecessary; the wait then ends.
         """
         keys = {rank: f"{step}/{rank}" for rank in range(self._size)}
         deadline = time.monotonic() + patience_s
@@ -118,7 +118,7 @@ class StoreNotices:
                 if self._store.add(f"{step}/count", 0) > len(found):
                     new = (rank for rank, key in keys.items() if rank not in found and self._store.check([key]))
                     found |= {rank: self._store.get(keys[rank]).decode() for rank in new}
-            except RuntimeError:  # DistNetworkError, DistStoreError
+            except RuntimeError:  # the store is gone: DistNetworkError or DistStoreError
                 return {}
             if len(found) == self._size or time.monotonic() >= deadline or is_enough(found):
                 return found
@@ -126,7 +126,7 @@ class StoreNotices:
 
 
 class StepNotices(StoreNotices):
-    """The notices about the steps of a group.
+    """The notices that the ranks of a group leave for each other about failed steps; see ``StoreNotices``.
 
     Args:
         group: the ranks.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from guozhuang.watch.processes import Process, this_process
 
 _LOG = logging.getLogger("guozhuang")
-_TOPIC = "identity"  # of the roll call in which ranks exchange their process and node when a group is made
+_TOPIC = "identity"  # prefix of the store keys under which ranks write their process and node when a group is made
 
 
 def register() -> None:
@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def _create(told: Any, options: Any) -> Any:
-    """Make this rank's end of a group; ``torch.distributed`` calls it on every rank of the group."""
+    """Make this rank's process group object; ``torch.distributed`` calls this function on every rank of the group."""
     from guozhuang.errors import UsageError, explain
 
     store, rank, size, timeout = told.store, told.group_rank, told.group_size, told.timeout

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from guozhuang.world import versions
 
 if TYPE_CHECKING:
-    # Torch's annotations list every overload of its own groups' methods; a subclass implements only the one
-    # that torch.distributed calls.
+    # For type checkers a base class without methods: torch annotates several overloads of each method, of which
+    # a subclass implements only the one that torch.distributed calls.
     _ProcessGroup = Any
 else:
     _ProcessGroup = dist.ProcessGroup
@@ -33,7 +33,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         versions.answer_older_names(cls)
 
     def __init__(self, rank: int, size: int, backend: str) -> None:
-        super().__init__(rank, size)  # the other constructor, which takes a store, refuses subclasses
+        super().__init__(rank, size)  # ProcessGroup's other constructor, which takes a store, refuses subclasses
         self._rank, self._size, self._backend = rank, size, backend
         self._name, self._description = "", ""
 

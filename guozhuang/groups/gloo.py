@@ -1,4 +1,4 @@
-"""PyTorch groups inside ours: gloo between nodes, with connections that can be cut, and NCCL for GPU tensors.
+"""PyTorch's process groups inside those of this package: gloo, with connections that can be cut, and NCCL for GPU tensors.
 
 [Note: cutting a crossing]
 A rank that loses a peer raises within a second, but its partners on other nodes still wait for it in gloo: gloo reports
@@ -32,9 +32,9 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Crossing:
-    """A gloo group among some ranks whose connections can be cut; ``group`` is the process group.
+    """A gloo process group (``group``) of some ranks, whose connections a rank can cut, so that waiting peers fail.
 
-    Every rank in it must construct it.
+    All of these ranks must construct it.
 
     Args:
         store: a store that only this crossing uses.
@@ -62,13 +62,13 @@ class Crossing:
             group._register_backend(torch.device(device), kind, backend)
         self._group: Any = group
         self._ours = set(mine)
-        for other in range(size):  # gloo has connected all ranks, so all have set this key
+        for other in range(size):  # no wait: each rank set its key before gloo connected it
             text = store.get(f"listens/{other}").decode()
             self._ours |= {(host, int(port)) for host, port in (one.split() for one in text.split(",") if one)}
 
     @property
     def group(self) -> Any:
-        """Return the process group; gloo runs its calls.
+        """Return the gloo process group of this crossing.
 
         Raises:
             WorldError: the crossing was closed.
@@ -82,7 +82,7 @@ class Crossing:
         self._group = None
 
     def cut(self) -> None:
-        """End every connection, so that unfinished works fail on both ends. See [Note: cutting a crossing]."""
+        """Shut down every connection of the gloo group, so that works fail on both ends. See [Note: cutting a crossing]."""
         for fd in _sockets():
             with contextlib.suppress(OSError), _borrowed(fd) as each:
                 if _is_stream(each) and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -165,7 +165,7 @@ def _listeners() -> list[tuple[int, tuple[str, int]]]:
 
 
 class OtherDevices:
-    """PyTorch groups of the same ranks for tensors on other devices than the CPU: NCCL for CUDA. Made when first needed.
+    """Holds PyTorch's groups for the tensors of a group that are not on the CPU: NCCL for CUDA, made when first needed.
 
     When a group written in Python is made, as for "cpu:shm,cuda:nccl", ``torch.distributed`` drops the backends of other
     devices; so such a group has to make them itself.
@@ -182,11 +182,11 @@ class OtherDevices:
         self._nccl: dist.ProcessGroup | None = None
 
     def devices(self) -> list[torch.device]:
-        """Return the types of accelerators whose tensors can be sent."""
+        """Return the types of accelerators whose tensors ``group_on`` has a group for."""
         return [torch.device("cuda")] if dist.is_nccl_available() and torch.cuda.is_available() else []
 
     def group_on(self, device: torch.device) -> dist.ProcessGroup:
-        """Return the group for a device. Every rank must use it.
+        """Return the group for tensors on a device, made on the first call. Every rank must call it.
 
         Raises:
             NoBackendError: no group supports this device.

@@ -1,4 +1,4 @@
-"""Every rank writes a card to the group's store and reads all cards, checking meanwhile whether missing ranks have ended.
+"""Roll call: each rank writes a text, its card, to a group's store and reads all cards; it raises if a missing rank has ended.
 
 [Note: who will not come] A rank that failed writes a card that says so. A rank whose process ended writes nothing; but its
 card of an earlier roll call (of this group or its parent) names its process (pid and start time, since pids are reused), and
@@ -24,7 +24,7 @@ from guozhuang.net.client import look_s
 from guozhuang.watch.processes import Process
 
 _FAILED: Final = "failed: "
-_LOOK_S: Final = 0.2  # between two checks of the missing ranks
+_LOOK_S: Final = 0.2  # seconds between two checks whether missing ranks have ended
 _FIRST_PAUSE_S: Final = 0.0005
 _FIX: Final = "look at that rank's own error"
 
@@ -43,7 +43,7 @@ def call(
     named: Callable[[list[int]], str] = "ranks {}".format,
     fix: str = "look at their own errors; every rank must reach this point",
 ) -> list[str]:
-    """Write this rank's card and return the cards of all ranks. Every rank must call it.
+    """Write this rank's text, its card, to the store; wait for all ranks' cards and return them. Every rank must call it.
 
     Args:
         store: the group's store.
@@ -82,26 +82,26 @@ def call(
             pause_s = min(2 * pause_s, look_s(waited_s, size))
         if rank and missing:
             cards: list[str] = json.loads(store.get(everybody))
-        else:  # also on a rank that saw all cards before rank 0 wrote them under one key
+        else:  # rank 0, or a rank that found all cards before rank 0 wrote them under one key
             cards = [store.get(key).decode() for key in keys]
             store.set(everybody, json.dumps(cards))
         return [_well(each, peer, rank) for peer, each in enumerate(cards)]
     except RuntimeError as error:
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
-            raise  # an error of a rank, not of the store
+            raise  # the failure of a rank, such as PeerLost, not of the store
         text = explain(f"the store went away while ranks came {purpose}", rank=rank, fix="look at rank 0's own error")
         raise WorldError(text) from error
 
 
 def forget(store: dist.Store, topic: str, rank: int) -> None:
-    """Delete what this rank wrote in a roll call that every rank has left: one before the last, as all came to the last."""
+    """Delete this rank's keys of a roll call that all ranks have finished: any before the last, since all have joined that."""
     with contextlib.suppress(RuntimeError):  # some stores cannot delete
         for key in (f"{topic}/{rank}", f"{topic}/all")[: 1 if rank else 2]:
             store.delete_key(key)
 
 
 def tell_failed(store: dist.Store, topic: str, rank: int, error: BaseException) -> None:
-    """Write a card that says that this rank failed, and why."""
+    """Write to the store, in place of this rank's card, that this rank failed and why; ranks that read it raise."""
     with contextlib.suppress(RuntimeError):
         why = str(error) if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}"
         lost = (error.rank, error.pid) if isinstance(error, PeerLost) else None
@@ -109,7 +109,7 @@ def tell_failed(store: dist.Store, topic: str, rank: int, error: BaseException) 
 
 
 def process_of(store: dist.Store, topic: str, rank: int) -> Process | None:
-    """Return the process that a rank's card of an earlier roll call names, or None."""
+    """Return the process that a rank's card of an earlier roll call names; None if there is no such card."""
     key = f"{topic}/{rank}"
     with contextlib.suppress(RuntimeError, ValueError):
         if store.check([key]):
@@ -120,9 +120,9 @@ def process_of(store: dist.Store, topic: str, rank: int) -> Process | None:
 def _look_after(
     store: dist.Store, keys: list[str], rank: int, missing: list[int], ended: Callable[[int], int | None]
 ) -> list[int]:
-    """Return the ranks that are still missing; raise if one has ended, or if one that came reports a failure."""
+    """Return the ranks whose cards are still missing; raise if one of them has ended, or if a new card reports a failure."""
     left = [peer for peer in missing if not store.check([keys[peer]])]
-    for peer in left:  # checked first: other ranks may have failed because of it
+    for peer in left:  # before the new cards: a rank may report a failure because this one ended
         if (pid := ended(peer)) is not None:
             _lost(peer, pid, rank)
     for peer in set(missing) - set(left):

@@ -50,16 +50,16 @@ def over(num_groups: int, timeout_s: float) -> dist.ProcessGroup:
 
 
 def _create(told: Any, groups: Any) -> dist.ProcessGroup:
-    """Make the group; ``torch.distributed`` calls this, so that all of its functions know the group."""
+    """Make a round-robin group; ``torch.distributed`` calls this function, and so registers the group as its own."""
     return RoundRobinGroup(groups)
 
 
 def _in_turn(name: str) -> Callable[..., Any]:
-    known = versions.name_of(name)  # the inner groups are PyTorch's own, with its version's names of methods
+    known = versions.name_of(name)  # PyTorch's name of the method, which depends on its version
 
     def collective(self: RoundRobinGroup, *args: Any, **kwargs: Any) -> Any:
         work = getattr(self.groups[self._turn], known)(*args, **kwargs)
-        # Only after the call: if one rank alone refuses its arguments, its turn must not move on.
+        # Advance only after the call: if the call raises on one rank only, that rank must not use another group than the rest.
         self._turn = (self._turn + 1) % len(self.groups)
         return work
 
@@ -129,7 +129,7 @@ class RoundRobinGroup(PythonGroup):
     _get_backend = _by_the_first("_get_backend")
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
-        """Wait for all ranks in every inner group, so that all earlier collectives have ended. Changes no turn."""
+        """Wait for all ranks in every inner group, so that earlier collectives have ended; the turn stays at the same group."""
         return _EveryWork([group.barrier(*args, **kwargs) for group in self.groups])
 
     @property
@@ -138,17 +138,17 @@ class RoundRobinGroup(PythonGroup):
         return list(self.groups[0]._device_types)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Set the limit of each collective of every group."""
+        """Set the time-out of collectives in every inner group."""
         for group in self.groups:
             group.set_timeout(timeout)
 
     def abort(self) -> None:
-        """Abort every group."""
+        """Abort every inner group."""
         for group in self.groups:
             group.abort()
 
     def shutdown(self) -> None:
-        """Shut every group down."""
+        """Shut down every inner group."""
         for group in self.groups:
             group.shutdown()
 

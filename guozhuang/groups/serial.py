@@ -1,4 +1,4 @@
-"""The works of calls; a thread that runs jobs one after the other; and a lane: such a thread with a process group of its own.
+"""Works (which callers wait for), a thread that runs jobs in order, and ``Lane``: such a thread with its own process group.
 
 [Note: one order on all ranks] A method of several rounds issues later collectives when earlier ones have ended, which
 happens at different moments on different ranks. Issued right at that moment, they would be paired with the wrong
@@ -40,7 +40,7 @@ NO_LIMIT: Final = datetime.timedelta(0)
 
 
 class CallWork(dist._Work):
-    """The work of a call that ended before it returned. Base class of works that end later.
+    """A ``torch.distributed`` work of a call that ended before it returned; base class of works that end later.
 
     Args:
         tensors: the tensors that hold the result.
@@ -96,7 +96,7 @@ class PendingWork(CallWork):
         self._ended = threading.Lock()  # held until the call has ended; a lock is the cheapest thing to wait for
         self._ended.acquire()
         self._completed = False
-        self._guard = threading.Lock()  # guards the next attribute and the setting of _completed
+        self._guard = threading.Lock()  # guards ``_callbacks``, and the change of ``_completed``
         self._callbacks: list[Callable[[], None]] = []
 
     def wait(self, timeout: datetime.timedelta = NO_LIMIT) -> bool:
@@ -116,7 +116,7 @@ class PendingWork(CallWork):
             try:
                 raise self._error
             finally:
-                del self  # the error's traceback refers to this frame
+                del self  # the error's traceback keeps this frame, and so would keep the work
         return True
 
     @override
@@ -124,7 +124,7 @@ class PendingWork(CallWork):
         return self._completed
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once the call has ended, with or without an error: on the thread that ends it, or now."""
+        """Call ``callback`` when the call has ended, with or without an error: on the thread that ends it, or now if it has."""
         with self._guard:
             if not self._completed:
                 self._callbacks.append(self._at_end(callback))
@@ -132,7 +132,7 @@ class PendingWork(CallWork):
         callback()
 
     def _at_end(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Return what the thread that ends the call calls for a callback."""
+        """Return the function to call for ``callback`` on the thread that ends the call; a subclass may hand over to another."""
         return callback
 
     def end(self, error: BaseException | None = None) -> None:
@@ -160,7 +160,7 @@ class PendingWork(CallWork):
 
 
 class SerialWork(PendingWork):
-    """The work of a job that a serial thread runs.
+    """The work of a job that a ``SerialThread`` runs.
 
     Args:
         job: the function that the thread calls; None if the work is ended without one.
@@ -170,7 +170,8 @@ class SerialWork(PendingWork):
     def __init__(self, job: Job | None = None, tensors: Sequence[Tensor] = ()) -> None:
         super().__init__(tensors)
         self._job = job
-        self._launched: list[tuple[torch.device, torch.Event]] = []  # see [Note: streams of a serial thread]
+        # Recorded at the job's end, one event per accelerator. See [Note: streams of a serial thread].
+        self._launched: list[tuple[torch.device, torch.Event]] = []
 
     @override
     def is_completed(self) -> bool:
@@ -192,11 +193,11 @@ class SerialWork(PendingWork):
         except BaseException as error:
             failed = error
         self.end(failed)
-        del failed  # its traceback refers to this frame, which would keep the job's tensors alive
+        del failed  # the error's traceback refers to this frame, which would keep the job's tensors alive
 
     @override
     def end(self, error: BaseException | None = None) -> None:
-        self._job = None  # frees its tensors, which may be large
+        self._job = None  # frees the job's tensors, which may be large
         super().end(error)
 
 
@@ -214,7 +215,7 @@ class SerialThread:
 
     def __init__(self, name: str, what: str = "") -> None:
         self._name, self._what = name, what
-        self._jobs: queue.SimpleQueue[_Entry] = queue.SimpleQueue()  # a finalizer may put to it
+        self._jobs: queue.SimpleQueue[_Entry] = queue.SimpleQueue()  # of this type, as a finalizer may call ``put``
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
@@ -235,12 +236,12 @@ class SerialThread:
         return work
 
     def submit(self, work: SerialWork, urgency: float = 0) -> None:
-        """Submit a job as ``run`` does, with a work made for it."""
-        if not self.is_alive:  # threads do not survive a fork
+        """Submit the job of a work that the caller has made, as ``run`` does with its own; return at once."""
+        if not self.is_alive:  # not started yet, or lost by a fork
             arguments = self._jobs, self._what
             self._thread = threading.Thread(target=_work, args=arguments, name=self._name, daemon=True)
             self._thread.start()
-            # The thread refers to the queue, not to this object, so the thread ends when this object is collected.
+            # The thread keeps only the queue alive: when this object is collected, the None in the queue ends the thread.
             weakref.finalize(self, self._jobs.put, (float("inf"), next(self._numbers), None))
         self._jobs.put((urgency, next(self._numbers), work))
 
@@ -251,7 +252,7 @@ class SerialThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is a job of this thread."""
+        """Whether the caller runs on this thread, so inside one of its jobs."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
@@ -265,7 +266,7 @@ class SerialThread:
         return not self.is_alive
 
     def _in_streams(self, job: Job, work: SerialWork, devices: Iterable[torch.device]) -> Job:
-        """See [Note: streams of a serial thread]. The returned job must not refer to this object: it could not be collected."""
+        """Return a job that runs ``job`` in streams, without keeping this object alive. See [Note: streams of a serial thread]."""
         behind = []
         for device in devices:
             if device not in self._streams:
@@ -287,10 +288,10 @@ class Lane(SerialThread):
     """A serial thread with a process group of its own. Every rank must construct it, and submit equal jobs in equal order.
 
     Args:
-        group: the ranks; the lane makes a twin of it.
+        group: the ranks; the lane makes a second group of them.
 
     Attributes:
-        group: the twin, for the collectives of the jobs only.
+        group: that second group, for the collectives of the jobs only.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -299,7 +300,7 @@ class Lane(SerialThread):
 
 
 def _work(jobs: queue.SimpleQueue[_Entry], what: str) -> None:
-    torch.set_grad_enabled(False)  # the mode is per thread
+    torch.set_grad_enabled(False)  # the mode is per thread, and on in a new thread
     failed: BaseException | None = None
     waiting: list[_Entry] = []
     while True:
@@ -316,4 +317,4 @@ def _work(jobs: queue.SimpleQueue[_Entry], what: str) -> None:
             error = WorldError(explain(text, fix="let that error end the process"))
             error.__cause__ = failed
             work.end(error)
-        del work  # frees its tensors before the wait for the next job
+        del work  # frees the work's tensors before the wait for the next job

@@ -35,7 +35,7 @@ def timeout_s(group: dist.ProcessGroup) -> float:
 
 
 def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make a group of the same ranks, whose collectives need no common order with those of the first group.
+    """Make a second group of the same ranks; its collectives need no common order with those of the first group.
 
     Equal to ``subgroup()`` with all ranks.
     """
@@ -45,7 +45,7 @@ def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGroup:
     """Make a group of some ranks of a group, with its backend and time-out. Every member must call it, and no other rank.
 
-    It ends with ``torch.distributed.destroy_process_group()``, without arguments or with this group.
+    The new group ends with ``torch.distributed.destroy_process_group()``, without arguments or with this group.
 
     Args:
         group: a group made by ``torch.distributed`` or registered with it.
@@ -57,12 +57,12 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
     limit, backend = datetime.timedelta(seconds=timeout_s(group)), dist.get_backend_config(group)
     default = dist.group.WORLD
     assert default is not None, "there is no process group"
-    if hasattr(default, "new_group"):  # the default group makes its subgroups itself
+    if hasattr(default, "new_group"):  # a default group with this method makes its subgroups itself
         return _made(dist.new_group(ranks, limit, backend, use_local_synchronization=True))
     who = hashlib.sha256(" ".join(map(str, ranks)).encode()).hexdigest()[:16]
     number = store_of(group).add(f"guozhuang/subgroups/{who}/{group.rank()}", 1)
-    splits = len(ranks) == default.size()  # [Note: parts do not split]
-    # PyTorch's public new_group() does not let the caller choose the name; it calls this function.
+    splits = len(ranks) == default.size()  # only a group of all ranks may. See [Note: parts do not split]
+    # PyTorch's public new_group() does not let the caller choose the name; this is the private function that it calls.
     c10d = dist.distributed_c10d
     made, _ = c10d._new_process_group_helper(
         len(ranks),
@@ -104,12 +104,12 @@ def _connect_alone(made: dist.ProcessGroup, device: torch.device) -> None:
     """Prevent a group that has not connected yet from splitting the default group's communicator. Not collective."""
     for kind in made._device_types:
         backend: Any = made._get_backend(kind)
-        while hasattr(backend, "wrapped_pg"):  # these wrap the backend with TORCH_DISTRIBUTED_DEBUG=DETAIL
+        while hasattr(backend, "wrapped_pg"):  # such wrappers exist with TORCH_DISTRIBUTED_DEBUG=DETAIL
             backend = backend.wrapped_pg
         options: Any = getattr(backend, "options", None)
         if getattr(options, "split_from", None) is not None:
             options.split_from = None
-    made.bound_device_id = device  # setting it now opens no connection; a barrier needs it
+    made.bound_device_id = device  # a barrier needs this; set only now, it opens no connection
 
 
 def _made(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

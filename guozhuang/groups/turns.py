@@ -98,11 +98,11 @@ class Finishers:
         self._name = name
         self._lock = threading.Lock()
         self._threads: list[SerialThread] = []
-        self._num_pending: list[int] = []  # by thread: the futures that it has not completed yet
+        self._num_pending: list[int] = []  # per thread: how many futures it has not completed yet
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is a callback of one of these futures."""
+        """Whether the caller runs on one of these threads, so inside a callback of a future."""
         return any(thread.is_current for thread in self._threads)
 
     def complete(self, callback: Callable[[], None], is_nested: bool) -> None:
@@ -122,7 +122,7 @@ class Finishers:
             self._num_pending[at] -= 1
 
     def close(self, patience_s: float) -> None:
-        """End the threads after the last future that was requested; wait for each at most so many seconds."""
+        """End the threads after the last future that was requested; wait at most ``patience_s`` seconds for each thread."""
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
@@ -143,15 +143,15 @@ class Turns:
         self.rank = rank
         self.finishers = Finishers(name)
         self._process = os.getpid()
-        self._order = threading.RLock()  # a finalizer may close the group wherever this thread allocates
+        self._order = threading.RLock()  # reentrant: a finalizer may close the group while this thread holds it
         self._running = threading.Lock()
-        self._runner = 0  # the id of the thread that holds `_running`
+        self._runner = 0  # the id of the thread that runs a job now, and so holds `_running`; 0: none
         self._num_waiting = 0
         self._thread = SerialThread(name)
         self._closed: BaseException | None = None
 
     def now(self, job: Job, tensors: Sequence[Tensor], what: str) -> dist.Work:
-        """Run a job before returning, after all earlier jobs; raise its error."""
+        """Run a job after all earlier jobs, and return its work when the job has ended; raise the job's error."""
         if os.getpid() != self._process:
             refuse_fork(what, self._process, self.rank)
         inline = False
@@ -172,7 +172,7 @@ class Turns:
         return work
 
     def later(self, job: Job, tensors: Sequence[Tensor], what: str) -> QueuedWork:
-        """Submit a job to the group's thread."""
+        """Submit a job to the group's thread, and return its work at once."""
         refuse_fork(what, self._process, self.rank)
         work = QueuedWork(job, tensors, what, self)
         with self._order:
@@ -189,7 +189,7 @@ class Turns:
             raise UsageError(explain(f"{what} was waited for inside another collective", rank=self.rank, fix=fix))
 
     def close_later(self, error: BaseException, last: Callable[[], None]) -> bool:
-        """On the group's thread: refuse further jobs, call ``last`` after the queued ones, return True. Elsewhere: False."""
+        """If called on the group's thread, refuse further jobs, run ``last`` after the queued ones, return True; else False."""
         if not self._thread.is_current:
             return False
         with self._order:
@@ -209,7 +209,7 @@ class Turns:
         patience_s = max(patience_s, 0.0)
         if not self._thread.is_current and not self._thread.join(patience_s):
             return False
-        if not self._running.acquire(timeout=patience_s):  # a job is running inline on another thread of the user
+        if not self._running.acquire(timeout=patience_s):  # a job is still running on one of the user's threads
             return False
         self._running.release()
         self.finishers.close(patience_s)
@@ -222,7 +222,7 @@ class Turns:
 
 
 def refuse_fork(what: str, process: int, rank: int) -> None:
-    """Raise UsageError for a call of a group in a process that was forked from ``process``, the rank's own."""
+    """Raise UsageError if this process is not the rank's own, whose pid is ``process``, but was forked from it."""
     if os.getpid() != process:
         text = f"{what} was called in a process that was forked off; the group belongs to the rank alone"
         raise UsageError(explain(text, rank=rank, fix="call it in the rank's own process"))

@@ -27,15 +27,15 @@ class Verb(NamedTuple):
     """A collective of a process group.
 
     Attributes:
-        name: its name in texts, that of the public function.
-        options: makes the options (the last argument) of a call without options.
+        name: the collective's name in error texts, which is that of the public function.
+        options: returns default options (the last argument), for a call that gives none.
     """
 
     name: str
     options: Callable[[], Any]
 
 
-#: By the name of the method.
+#: The collectives of a process group, by the name of the group's method.
 VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
     {
         "allreduce": Verb("all_reduce", dist.AllreduceOptions),
@@ -79,7 +79,7 @@ class PreparedCall(NamedTuple):
     Attributes:
         job: does this rank's part of the call; its arguments are up to the group.
         tensors: the tensors that hold the result.
-        what: the call in words.
+        what: the call in words, for errors.
         writes: whether this rank writes to ``tensors``.
     """
 
@@ -93,12 +93,12 @@ class VerbGroup(PythonGroup):
     """A group whose collectives are methods decorated with ``collective``. Constructor: see ``PythonGroup``."""
 
     def _elsewhere(self, verb: str, method: str, args: Sequence[Any]) -> Callable[[], dist.Work] | None:
-        """Return the function that starts a call on another group; None if this group runs it. ``method``: for that group."""
+        """Return a function that starts the call on another group, by ``method`` there; None if this group runs the call."""
         return None
 
     @abc.abstractmethod
     def _begin(self, call: PreparedCall, method: str, args: Sequence[Any]) -> dist.Work:
-        """Start a call in its turn; ``args`` are the arguments of the method, the options last."""
+        """Start a prepared call in order with the group's other calls; ``args``: the method's arguments, the options last."""
 
     @abc.abstractmethod
     def _report_refusal(self, verb: str, why: str, options: Any) -> None:
@@ -124,7 +124,7 @@ def collective(prepare: Callable[..., PreparedCall]) -> Callable[..., dist.Work]
                     for each in prepared.tensors:
                         if each.layout is torch.strided and not each.is_contiguous():
                             check_written(each, verb, self._rank)
-        except Exception as error:  # reported: the peers would wait for the whole time-out
+        except Exception as error:  # without a report the peers would wait for the whole time-out
             why = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
             self._report_refusal(verb, why.removeprefix(f"[rank {self._rank}] "), args[-1])
             raise

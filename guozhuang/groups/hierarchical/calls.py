@@ -27,7 +27,7 @@ from guozhuang.groups.turns import Turns, take_timeout
 from guozhuang.groups.verbs import PreparedCall, VerbGroup
 from guozhuang.watch.processes import Process
 
-_SLICE = datetime.timedelta(seconds=0.2)  # one wait for the link, before this node's processes are checked
+_SLICE = datetime.timedelta(seconds=0.2)  # longest single wait for gloo; then this node's processes are checked
 _SHUTDOWN_S = 5.0
 _REDUCIBLE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
@@ -83,49 +83,49 @@ class Calls(VerbGroup):
         self._failure = GroupFailure(of_failure, nodes, processes, self._comparison, self._give_up)
         self._collectives = Collectives(nodes, self._inside, self._lane, self._wait, self._comparison.settle, empty)
         self._turns = Turns(f"guozhuang hierarchical {rank}", rank)
-        # A rank that fails cuts its connections, which must not happen while another rank still makes them.
+        # Wait until all ranks are connected: a rank that fails cuts its connections, which must not disturb a peer's connecting.
         roll_call.call(store, "connected", rank, size, "", self._timeout_s)
-        # The thread of a group that is dropped without a shutdown must end.
+        # Ends the group's thread if the group is dropped without a shutdown.
         weakref.finalize(self, self._turns.close, WorldError("the group is gone"), 0.0)
 
     def _moves(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether tensors can be moved in two steps: dense CPU tensors of one dtype, none of them empty."""
+        """Return whether two steps (in the node, between nodes) can move tensors: dense, on the CPU, of one dtype, not empty."""
         return not self.nodes.is_flat and all(
             t.is_cpu and t.layout == torch.strided and t.numel() > 0 and t.dtype == tensors[0].dtype for t in tensors
         )
 
     def _reduces(self, tensors: Sequence[Tensor], op: Any) -> bool:
-        """Return whether tensors can be combined in two steps."""
+        """Return whether tensors can be combined by ``op`` in two steps: inside the node, then between nodes."""
         if not self._moves(tensors) or not any(op == known for known in _KNOWN):
             return False
         dtype = tensors[0].dtype
         if dtype.is_complex:
             return bool(op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG)
         if dtype.is_floating_point and any(op == bitwise for bitwise in _BITWISE):
-            # Gloo would raise only after the other ranks have joined.
+            # Refused here, because gloo would raise only after the other ranks have joined.
             fix = "reduce integers, or choose another operation"
             raise UsageError(explain("bits of floating-point numbers cannot be combined", value=str(dtype), fix=fix))
         return dtype in _REDUCIBLE and (dtype.is_floating_point or op != dist.ReduceOp.AVG)
 
     def _gathers(self, larger: Sequence[Tensor], smaller: Sequence[Tensor]) -> bool:
-        """Return whether each of ``larger`` holds one of ``smaller`` per rank, and two steps can do it (even nodes)."""
+        """Return whether two steps can gather: nodes of equal size, and larger tensors that hold a smaller one of each rank."""
         return (
             self.nodes.is_even
             and self._moves([*larger, *smaller])
             and all(big.numel() == self.size() * small.numel() for big, small in zip(larger, smaller, strict=True))
         )
 
-    # ---- a call: in its turn, within its time-out, and checking that other ranks still live
+    # ---- These methods run a call: in its turn, within its time-out, checking that the other ranks still live.
 
     def _begin(self, call: PreparedCall, method: str, args: Sequence[Any]) -> dist.Work:
-        """Start a call in two steps, inside the node and over the link; without a job, gloo among all ranks runs it."""
+        """Start a prepared call: its job works in two steps, inside the node and between nodes; without a job, gloo runs it."""
         job, tensors, what, _ = call
         if job is None:
             job, what = partial(self._by_gloo, method, *args), f"{what}, through gloo"
         return self._start(job, tensors, what, args[-1])
 
     def _report_refusal(self, verb: str, why: str, options: Any) -> None:
-        with contextlib.suppress(Exception):  # the caller has an error already
+        with contextlib.suppress(Exception):  # the caller raises an error already
             self._start(self._comparison.settle, [], f"{verb}: refused on this rank: {why}", options)
 
     def _by_gloo(self, method: str, *arguments: Any) -> None:
@@ -134,7 +134,7 @@ class Calls(VerbGroup):
         try:
             self._wait(getattr(self._whole.group, method)(*arguments), method)
         except (RuntimeError, TypeError, ValueError) as error:
-            # Gloo's errors about connections name its source file; all others are refused arguments, refused on all ranks.
+            # Gloo's errors about connections name its source file; any other error means that all ranks refuse the arguments.
             if isinstance(error, WorldError) or "gloo/" in str(error):
                 raise
             raise _Refused from error
@@ -142,7 +142,7 @@ class Calls(VerbGroup):
     def _start(
         self, job: Callable[[], object], tensors: Sequence[Tensor], what: str, opts: Any, node_first: bool = False
     ) -> dist.Work:
-        """Submit a job to the group's turns; it begins with a comparison of ``what`` among all ranks."""
+        """Submit a job that runs in its turn, after a comparison of ``what`` among all ranks; return its work."""
         limit_s, what = take_timeout(opts), cut(what.encode()).decode(errors="replace")
 
         def run() -> None:
@@ -152,7 +152,7 @@ class Calls(VerbGroup):
             try:
                 self._comparison.begin(what, node_first)
                 job()
-                self._comparison.settle()  # still open if small tensors had no part for this lane
+                self._comparison.settle()  # not done yet if this lane had no part of the tensors
             except _Refused as error:
                 assert error.__cause__ is not None
                 raise error.__cause__  # noqa: B904
@@ -171,7 +171,7 @@ class Calls(VerbGroup):
                 work.wait(min(_SLICE, datetime.timedelta(seconds=max(left_s, 0.001))))
                 return
             except RuntimeError:
-                # Either the slice is over, or the work failed; a failed work has ended, so the next wait raises again.
+                # Either this short wait timed out, or the work failed; a failed work has ended, so the next wait raises again.
                 if has_ended:
                     raise
             self._failure.look_around()
@@ -184,10 +184,10 @@ class Calls(VerbGroup):
                 )
                 raise self._failure.late(what, [r for r in peers if r != self.rank()], self._limit_s)
 
-    # ---- the end
+    # ---- This method aborts the group.
 
     def _give_up(self) -> None:
-        """Abort every inner group. See [Note: how a failure spreads]."""
+        """Abort the group inside the node, and cut all gloo connections. See [Note: how a failure spreads] in failure.py."""
         if self._inside is not None:
             with contextlib.suppress(Exception):
                 self._inside.abort()
@@ -195,14 +195,14 @@ class Calls(VerbGroup):
             if crossing is not None:
                 crossing.cut()
 
-    # ---- methods that torch.distributed calls on every group
+    # ---- These are methods that torch.distributed calls on every group.
 
     @property
     def _device_types(self) -> list[torch.device]:
         return list(self._whole.group._device_types)
 
     def _get_backend(self, device: torch.device | str) -> Any:
-        """Return gloo's backend among all ranks, with the group's options; raise RuntimeError for an unsupported device."""
+        """Return the backend of the gloo group of all ranks; raise RuntimeError for an unsupported device."""
         return self._whole.group._get_backend(torch.device(device))
 
     def get_group_store(self) -> dist.Store:
@@ -215,7 +215,7 @@ class Calls(VerbGroup):
         self._failure.end_with(WorldError(text), "abort")
 
     def shutdown(self) -> None:
-        """End the group's thread after its queued jobs, and leave the group inside the node."""
+        """End the group's thread after its queued jobs, then shut down the group inside the node and the gloo groups."""
         text = explain("this group was shut down", rank=self.rank(), fix="make a new group")
         self._turns.close(WorldError(text), _SHUTDOWN_S)
         if self._inside is not None:
@@ -225,7 +225,7 @@ class Calls(VerbGroup):
                 crossing.close()
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Set the limit of each collective."""
+        """Set the time-out of each collective that begins from now on."""
         self._timeout_s = timeout.total_seconds()
 
 

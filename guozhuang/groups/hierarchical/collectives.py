@@ -1,4 +1,4 @@
-"""Collectives that run in two steps: inside the node through the node's group, between nodes lane by lane.
+"""Collectives in two steps: inside each node through its group, between nodes by lanes (a lane is one rank of every node).
 
 Every function blocks until this rank's part is done; every rank must call it with the same sizes. Tensors are flat.
 
@@ -28,13 +28,13 @@ from guozhuang.groups.verbs import start
 #: Bytes of one lane in one piece. Long enough that latency does not matter, short enough that the steps that overlap with
 #: nothing (the first piece before the link, the last one after it) do not matter either.
 PART_BYTES = 1 << 20
-IN_FLIGHT = 2  # pieces; a gloo group has as many threads, so more would only queue
+IN_FLIGHT = 2  # pieces on the link at a time: as many as gloo has threads
 
 Wait = Callable[[dist.Work, str], None]
 
 
 class Collectives:
-    """Collectives of one rank over its node and its lane.
+    """One rank's part in the collectives, over its node and its lane (see ``Nodes``).
 
     Args:
         nodes: the ranks of each node.
@@ -57,11 +57,11 @@ class Collectives:
         self._nodes, self._inside, self._lane, self._wait, self._settle = nodes, inside, lane, wait, settle
         self._parts = Pool(empty, PART_BYTES)
         self._wholes = Pool(empty, PART_BYTES * nodes.num_lanes)
-        # If nodes differ in size, a larger node has ranks without a lane, and its lanes are processed one after the other.
+        # A node that is larger than the smallest one has ranks without a lane; it processes its lanes one after the other.
         self._is_even_here = len(nodes.here) == nodes.num_lanes
 
     def barrier(self) -> None:
-        """Return when all ranks have joined; the call's comparison must have begun with ``node_first``."""
+        """Wait until all ranks have joined; the comparison of this call must have begun with ``node_first`` (failure.py)."""
         self._settle()
         if self._inside is not None:
             start(self._inside, "barrier").wait()
@@ -94,7 +94,7 @@ class Collectives:
         self._pipeline(flat, inside_op, cross, land, "reduce", gather=self._nodes.node == node)
 
     def broadcast(self, flat: Tensor, root: int) -> None:
-        """Copy ``flat`` of rank ``root`` to all ranks; it crosses the link once for each other node."""
+        """Copy ``flat`` of rank ``root`` to all ranks; its bytes cross the network once for each other node."""
         node = self._nodes.node_of(root)
         if self._inside is not None and self._nodes.node == node:
             start(self._inside, "broadcast", [flat], rootRank=self._nodes.here.index(root)).wait()
@@ -118,7 +118,7 @@ class Collectives:
         else:
             gathered = torch.empty(output.numel(), dtype=output.dtype)
             start(self._inside, "all_gather_single", gathered, of_lane).wait()
-        blocks = gathered.view(self._nodes.num_lanes, len(members), -1)  # by lane, then by node
+        blocks = gathered.view(self._nodes.num_lanes, len(members), -1)  # dims: lane, node, elements
         rows = output.view(self._nodes.size, -1)
         for node, ranks in enumerate(members):
             for lane, rank in enumerate(ranks):
@@ -150,7 +150,7 @@ class Collectives:
         what: str,
         gather: bool = True,
     ) -> None:
-        """Process ``flat`` piece by piece: inside the node, over the link, back to the node. See [Note: what overlaps].
+        """Combine ``flat`` piece by piece: inside the node, over the link, then back to its ranks. See [Note: what overlaps].
 
         Args:
             flat: the tensor, of the same size on all ranks.
@@ -173,7 +173,7 @@ class Collectives:
             self._leave(piece, work, land, what, gather)
 
     def _enter(self, piece: _LanePiece, inside_op: Any) -> None:
-        """Combine a piece inside the node, so that the rank of each lane has the lane's part."""
+        """Combine a piece inside the node, so that the rank in each lane holds the node's result for that lane's part."""
         if self._inside is None or inside_op is None:
             return
         if self._is_even_here and self._nodes.num_lanes > 1:
@@ -203,18 +203,18 @@ class Collectives:
         piece.release()
 
     def _as_sum(self, op: Any) -> tuple[Any, int]:
-        """Return the operation of both steps, and the number by which its result is divided: a mean is a sum at first."""
+        """Return the operation for both steps and the divisor of its result: a mean is computed as a sum, then divided."""
         return (dist.ReduceOp.SUM, self._nodes.size) if op == dist.ReduceOp.AVG else (op, 1)
 
     def _link(self) -> Any:
-        """Return gloo among the ranks of the lane, after a check that they all make the same call."""
+        """Return the gloo group of this rank's lane, after a check that all ranks of the lane make the same call."""
         assert self._lane is not None
         self._settle()
         return self._lane.group
 
 
 class Pool:
-    """Reusable buffers of one size.
+    """A pool of reusable buffers of one size.
 
     Args:
         empty: allocates ``num_elements`` of a dtype.
@@ -226,7 +226,7 @@ class Pool:
         self._free: list[Tensor] = []
 
     def take(self) -> Tensor:
-        """Return a buffer, as bytes."""
+        """Return a free buffer, a tensor of bytes; allocate one if none is free."""
         return self._free.pop() if self._free else self._empty(self._buffer_bytes, torch.uint8)
 
     def give_back(self, buffer: Tensor) -> None:
@@ -235,7 +235,7 @@ class Pool:
 
 
 def begin_of(buffer: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """Return the first bytes of a buffer as elements."""
+    """Return the beginning of a buffer of bytes as a tensor of ``num_elements`` elements."""
     return buffer[: num_elements * dtype.itemsize].view(dtype)
 
 
@@ -257,14 +257,14 @@ class _LanePiece:
         return self._values[begin:end]
 
     def hold(self) -> Tensor:
-        """Replace this rank's part by a buffer without copying values; return the buffer, as long as the longest part."""
+        """Let ``part`` be the beginning of a buffer, without copying values; return the buffer, as long as the longest part."""
         self._part_buffer = self._parts.take()
         held = begin_of(self._part_buffer, self._each, self._values.dtype)
         self.part = held[: self.part.numel()]
         return held
 
     def held(self) -> Tensor:
-        """Return this rank's part in a buffer as long as the longest part."""
+        """Return a buffer that begins with this rank's part and is as long as the longest part."""
         if self._part_buffer is None:
             part = self.part
             held = self.hold()
@@ -273,7 +273,7 @@ class _LanePiece:
         return begin_of(self._part_buffer, self._each, self._values.dtype)
 
     def padded(self) -> Tensor:
-        """Return the values padded to a multiple of the number of lanes: the tensor itself if its length is one."""
+        """Return the values, padded with zeros to a multiple of the number of lanes; the tensor itself if it needs no padding."""
         num_elements = self._each * self._num_lanes
         if num_elements == self._values.numel():
             return self._values
@@ -286,7 +286,7 @@ class _LanePiece:
         return whole
 
     def put_back(self) -> None:
-        """Copy padded values back to the tensor."""
+        """Copy the values from the padded buffer, if one was used, back to the tensor."""
         if self._whole_buffer is not None:
             self._values.copy_(begin_of(self._whole_buffer, self._values.numel(), self._values.dtype))
 

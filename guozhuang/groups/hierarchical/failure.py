@@ -1,4 +1,4 @@
-"""Calls that differ, and ranks that are lost: in both cases every rank of the group raises an error that names the cause.
+"""Errors of a group over several nodes: if calls differ or a rank is lost, every rank raises an error that names the cause.
 
 [Note: what a comparison costs]
 Gloo checks nothing: it mixes up different operations of the same size, and ends the process if sizes differ. So every call is
@@ -45,10 +45,10 @@ from guozhuang.groups.verbs import start
 from guozhuang.net.client import Client
 from guozhuang.watch.processes import GONE, STOPPED, Process, state_of
 
-_NUM_REMEMBERED: Final = 2  # one rank can be one call ahead of another, not two: every call waits for all digests
+_NUM_REMEMBERED: Final = 2  # calls that a rank remembers: it can be one call ahead of another rank, not two
 _PATIENCE_S: Final = 0.5  # how long to wait for notices: ranks on a dead rank's node need about 0.2 s to notice
 _STORE_S: Final = 1.5  # the limit of one request to the store, whose host may be the lost process
-_STORE_EVERY_S: Final = 1.0  # between two reads of the notices while waiting for the link
+_STORE_EVERY_S: Final = 1.0  # seconds between two reads of the ranks' notices during a wait for another node
 _FIX_LOST: Final = "look at that rank's own error, or in the system's log there if it was killed"
 _FIX_ERROR: Final = "look at that rank's own error"
 
@@ -57,7 +57,7 @@ class Comparison:
     """Compares the calls of all ranks, one call after the other. See [Note: what a comparison costs].
 
     Args:
-        rank: for errors.
+        rank: this process, for errors.
         inside: the group of this rank's node; None if the node has only this rank.
         lane: gloo among one rank of each node; None if this rank is in no lane.
         num_nodes: the number of ranks in ``lane``.
@@ -65,7 +65,7 @@ class Comparison:
 
     Attributes:
         number: the number of calls so far.
-        calls: number and words of the last calls.
+        calls: the last calls: number, and description in words.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Comparison:
             self._send()
 
     def settle(self) -> None:
-        """Wait for the digests of the other nodes, and compare them. A second call does nothing.
+        """Wait for the other nodes' digests of the current call, and compare them. A second call does nothing.
 
         Raises:
             MismatchError: ranks of the lane made different calls.
@@ -121,23 +121,23 @@ class Comparison:
 
 
 class _Kind(enum.IntEnum):
-    """The kinds of notices; where ranks report several, the first of these is the cause."""
+    """The kinds of failure notices; where ranks leave notices of several kinds, the lowest kind is the cause."""
 
     DIFFERENT = 0  # ranks made different calls
     LOST = 1  # a process was seen dead or stopped
     OWN = 2  # an error in the rank itself
-    HEARD = 3  # an error because of other ranks
+    HEARD = 3  # this rank failed only because another one did
 
 
 class _FailureNotice(NamedTuple):
-    """A rank's report that a call failed; of those of one kind, the one with the lowest ``order`` is the cause."""
+    """A rank's notice that a call failed; among notices of the same kind, the one with the lowest ``order`` is the cause."""
 
     kind: int
-    order: int  # counts the notices of all ranks
-    number: int  # of the call
+    order: int  # place of this notice among those of all ranks
+    number: int  # number of the failed call
     text: str
     lost: int | None = None  # the rank that is gone, or that failed by itself
-    calls: Mapping[str, str] = {}  # the last calls of the rank that reports, by number
+    calls: Mapping[str, str] = {}  # the reporting rank's last calls in words, by number
 
 
 class GroupFailure:
@@ -147,7 +147,7 @@ class GroupFailure:
         store: a store used for this purpose only.
         nodes: the ranks of each node.
         processes: the process of each rank.
-        comparison: of this rank's calls.
+        comparison: compares this rank's calls with those of the other ranks.
         give_up: aborts the group inside the node and cuts the connections to other nodes; must not wait or raise.
     """
 
@@ -165,7 +165,7 @@ class GroupFailure:
         self._mates = [rank for rank in nodes.here if rank != nodes.rank]
         self._client = Client(_STORE_S, retries=True)
         self._error: BaseException | None = None
-        self._passed_on: _FailureNotice | None = None  # what made this rank fail, if that is another rank's notice
+        self._passed_on: _FailureNotice | None = None  # another rank's notice, if that made this rank fail
         self._next_look = 0.0
 
     def check(self) -> None:
@@ -174,7 +174,7 @@ class GroupFailure:
             raise copy.copy(self._error)
 
     def look_around(self) -> None:
-        """Raise if a rank of this node has died or another rank has left a notice; ``end_with`` then returns the error."""
+        """Raise if a rank of this node has died or another rank has left a notice; ``end_with`` then gives the error to show."""
         if self._lost_mate(GONE) is None:
             now = time.monotonic()
             if now < self._next_look:
@@ -218,13 +218,13 @@ class GroupFailure:
         return error
 
     def late(self, what: str, peers: Sequence[int], limit_s: float) -> WorldError:
-        """Return the error for partners on other nodes that did not join in time."""
+        """Return the error for ranks on other nodes that did not join in time."""
         text = f"{_named(peers)} on other nodes did not come within {limit_s:.3g} s, while this rank waited in {what}"
         fix = "look at what runs there and at the network, or give the group a longer timeout"
         return _lost_one_of(explain(text, rank=self._nodes.rank, fix=fix), peers, what)
 
     def _classified(self, error: BaseException, what: str) -> tuple[BaseException, _FailureNotice]:
-        """Return an error about the whole group for one of its parts, and the notice about it."""
+        """Translate an error of an inner group into one that names this group's ranks; return it, and the notice to leave."""
         rank, nodes, kind, lost = self._nodes.rank, self._nodes, _Kind.HEARD, None
         text = str(error)
         if isinstance(error, MismatchError):
@@ -235,7 +235,7 @@ class GroupFailure:
         elif (mate := self._lost_mate(GONE, STOPPED)) is not None:
             kind, lost, error = _Kind.LOST, mate, self._gone(mate, what)
         elif isinstance(error, PeerLost) and error.pid is not None:
-            lost = nodes.here[error.rank]  # the group inside the node has ranks of its own
+            lost = nodes.here[error.rank]  # the error has the rank's number within the node
             text = (
                 f"rank {lost} (pid {error.pid}, on this node) gave this group up, or did not come, while this rank waited for "
                 f"it in {what}"
@@ -255,10 +255,10 @@ class GroupFailure:
     def _lost_mate(self, *states: str) -> int | None:
         """Return a rank of this node whose process is in one of these states, or None."""
         mates = ((rank, self._processes[rank]) for rank in self._mates)
-        # The start is 0 where the system does not report it.
+        # A process's start time is 0 where the system does not report it; then its state cannot be checked.
         return next((rank for rank, each in mates if each.start and state_of(each.pid, each.start) in states), None)
 
-    # ---- errors
+    # ---- These methods compose errors.
 
     def _peer_lost(self, text: str, lost: int, what: str) -> PeerLost:
         return PeerLost(text, rank=lost, pid=self._processes[lost].pid, waiting_in=what)
@@ -270,7 +270,7 @@ class GroupFailure:
         return self._peer_lost(explain(text, rank=self._nodes.rank, fix=_FIX_LOST), rank, what)
 
     def _difference(self, first: _FailureNotice, told: Mapping[int, _FailureNotice], what: str) -> MismatchError:
-        """Return the error for ranks that made different calls: with a table of the calls, or a node's group's own text."""
+        """Return the error for ranks that made different calls: a table of the calls, or the text of the node's group."""
         calls = [
             told[rank].calls.get(str(first.number), "(has not come)") if rank in told else "(has not come)"
             for rank in range(self._nodes.size)
@@ -280,10 +280,10 @@ class GroupFailure:
         rows = [(rank, self._nodes.node_of(rank), text) for rank, text in enumerate(calls)]
         return MismatchError(f"{different_calls(self._nodes.rank)}\n{rank_table(('rank', 'node', 'asked for'), rows)}")
 
-    # ---- notices
+    # ---- These methods write and read notices.
 
     def _leave(self, notice: _FailureNotice) -> _FailureNotice:
-        """Leave a notice, with this rank's last calls and the next number of the order; return it."""
+        """Write a notice to the store, with this rank's last calls and the next ``order``; return the completed notice."""
 
         def leave() -> _FailureNotice:
             calls = {str(number): text for number, text in self._comparison.calls}

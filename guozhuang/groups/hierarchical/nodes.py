@@ -1,4 +1,4 @@
-"""Which ranks share a node, and which ranks of different nodes communicate. Pure functions."""
+"""Divides the ranks of a group into nodes, and into lanes of ranks that communicate between nodes. Pure functions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Nodes:
 
     @property
     def lane(self) -> int | None:
-        """Return this rank's lane; None if the node has more ranks than there are lanes and this rank is one of the last."""
+        """Return the index of this rank's lane; None if it is in no lane, as one of the last ranks of a larger node."""
         return self.local_rank if self.local_rank < self.num_lanes else None
 
     @property

@@ -47,7 +47,7 @@ class HierarchicalGroup(Calls):
         WorldError: (from collectives) a rank is gone or did not join in time; ``PeerLost`` if that rank is known.
     """
 
-    # ---- in two steps
+    # ---- These collectives run in two steps, inside the node and between nodes, wherever they can.
 
     @collective
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any) -> PreparedCall:
@@ -135,7 +135,7 @@ class HierarchicalGroup(Calls):
         opts = opts if opts is not None else dist.BarrierOptions()
         return self._start(self._collectives.barrier, [], "barrier", opts, node_first=True)
 
-    # ---- through gloo alone
+    # ---- These calls run through gloo alone.
 
     @collective
     def gather(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> PreparedCall:
@@ -148,7 +148,7 @@ class HierarchicalGroup(Calls):
         """Copy the r-th tensor of the root's list to rank r."""
         return PreparedCall(None, outputs, words("scatter", outputs, root=opts.rootRank))
 
-    # Sizes may differ between ranks, and both ends of a pair may disagree about a size; gloo checks that.
+    # In the next two collectives sizes may differ between ranks; gloo checks that both ends of a pair agree.
 
     @collective
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> PreparedCall:
@@ -167,21 +167,21 @@ class HierarchicalGroup(Calls):
         self._whole.group.monitored_barrier(*args, **kwargs)
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int) -> dist.Work:
-        """Start sending to a rank."""
+        """Start sending a tensor to a rank, through gloo."""
         work: dist.Work = self._whole.group.send(tensors, destination, tag)
         return work
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> dist.Work:
-        """Start receiving from a rank."""
+        """Start receiving a tensor from a rank, through gloo."""
         work: dist.Work = self._whole.group.recv(tensors, source, tag)
         return work
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> dist.Work:
-        """Start receiving from the first rank that sends."""
+        """Start receiving a tensor from the first rank that sends one with this tag, through gloo."""
         work: dist.Work = self._whole.group.recv_anysource(tensors, tag)
         return work
 
-    # ---- how a call is prepared
+    # ---- These methods prepare calls.
 
     def _reduction(self, name: str, tensors: Sequence[Tensor], op: Any, root: int | None = None) -> PreparedCall:
         def job() -> None:
