@@ -132,7 +132,7 @@ class PendingWork(CallWork):
         callback()
 
     def _at_end(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Return the function to call for ``callback`` on the thread that ends the call; a subclass may hand over to another."""
+        """Return the function to call for ``callback`` on the thread that ends the call; a subclass may use another thread."""
         return callback
 
     def end(self, error: BaseException | None = None) -> None:
@@ -266,7 +266,7 @@ class SerialThread:
         return not self.is_alive
 
     def _in_streams(self, job: Job, work: SerialWork, devices: Iterable[torch.device]) -> Job:
-        """Return a job that runs ``job`` in streams, without keeping this object alive. See [Note: streams of a serial thread]."""
+        """Return a job that runs ``job`` in streams and does not refer to this object. See [Note: streams of a serial thread]."""
         behind = []
         for device in devices:
             if device not in self._streams:

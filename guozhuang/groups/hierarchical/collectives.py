@@ -273,7 +273,7 @@ class _LanePiece:
         return begin_of(self._part_buffer, self._each, self._values.dtype)
 
     def padded(self) -> Tensor:
-        """Return the values, padded with zeros to a multiple of the number of lanes; the tensor itself if it needs no padding."""
+        """Return the values, padded with zeros to a multiple of the number of lanes; the tensor itself if it needs none."""
         num_elements = self._each * self._num_lanes
         if num_elements == self._values.numel():
             return self._values

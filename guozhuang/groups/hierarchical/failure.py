@@ -174,7 +174,7 @@ class GroupFailure:
             raise copy.copy(self._error)
 
     def look_around(self) -> None:
-        """Raise if a rank of this node has died or another rank has left a notice; ``end_with`` then gives the error to show."""
+        """Raise if a rank of this node has died or another rank has left a notice; ``end_with`` then gives the right error."""
         if self._lost_mate(GONE) is None:
             now = time.monotonic()
             if now < self._next_look:
