@@ -266,7 +266,7 @@ class SerialThread:
         return not self.is_alive
 
     def _in_streams(self, job: Job, work: SerialWork, devices: Iterable[torch.device]) -> Job:
-        """Return a job that runs ``job`` in streams and does not refer to this object. See [Note: streams of a serial thread]."""
+        """Return a job that runs ``job`` in streams; it keeps no reference to self. See [Note: streams of a serial thread]."""
         behind = []
         for device in devices:
             if device not in self._streams:

@@ -83,7 +83,7 @@ class Calls(VerbGroup):
         self._failure = GroupFailure(of_failure, nodes, processes, self._comparison, self._give_up)
         self._collectives = Collectives(nodes, self._inside, self._lane, self._wait, self._comparison.settle, empty)
         self._turns = Turns(f"guozhuang hierarchical {rank}", rank)
-        # Wait until all ranks are connected: a rank that fails cuts its connections, which must not happen during a peer's setup.
+        # Wait until all ranks are connected: a rank that fails cuts its connections, which must not hit a peer's setup.
         roll_call.call(store, "connected", rank, size, "", self._timeout_s)
         # Ends the group's thread if the group is dropped without a shutdown.
         weakref.finalize(self, self._turns.close, WorldError("the group is gone"), 0.0)

@@ -1,4 +1,4 @@
-"""Tensors of a rank that its peers can map: ``group.empty``.
+"""Allocates tensors of a rank in memory that its peers can map, for ``group.empty``.
 
 A rank allocates alone. Peers receive a segment when one of its tensors is first used in a collective: the rank sends them the
 segment's descriptor before it arrives at the barrier, and they map it after the barrier. When the last tensor in a segment is
@@ -31,11 +31,11 @@ from guozhuang.errors import UsageError, explain
 from .rendezvous import Peers
 from .segments import Segment
 
-_TIMEOUT_S: Final = 60.0  # for sending a descriptor; both ends are in the same collective by then
+_TIMEOUT_S: Final = 60.0  # to send or receive a segment's descriptor: both ranks are in the same collective then
 _ALIGNMENT_BYTES: Final = 64  # a cache line; more than any vector register
-_SLAB_BYTES: Final = 1 << 20  # a segment shared by small tensors
+_SLAB_BYTES: Final = 1 << 20  # size of a segment that small tensors share
 _SMALL_BYTES: Final = 64 << 10  # tensors up to this size are small
-_LOCATED_PER_LOOK: Final = 64  # so that a rank that allocates nothing reads its peers' notes
+_LOCATED_PER_LOOK: Final = 64  # calls of ``locate`` between two reads of peers' notes; ``empty`` reads them too
 
 
 @dataclass
@@ -67,11 +67,11 @@ class Arena:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._process = os.getpid()
-        self._lock = threading.Lock()  # guards all below, except reads of _by_address
+        self._lock = threading.Lock()  # guards the attributes below, except reads of _by_address
         self._shared: dict[int, _Shared] = {}
         # Sorted addresses, and the segments there; replaced as a whole, so that readers need no lock.
         self._by_address: tuple[list[int], list[_Shared]] = ([], [])
-        self._slab: _Shared | None = None  # the segment of the next small tensor
+        self._slab: _Shared | None = None  # the segment in which the next small tensor is allocated
         self._next = 1
         self._is_closed = False
         self._gone: deque[int] = deque()  # segment numbers, one per dead storage. See [Note: tensors die anywhere]
@@ -103,7 +103,7 @@ class Arena:
         return tensor
 
     def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the place of a tensor, as sent to peers.
+        """Return where a tensor lies, in the form that is sent to peers.
 
         Returns:
             (number of the segment, offset in bytes); None if it is not entirely in a segment of this rank, or not contiguous.
@@ -165,7 +165,7 @@ class Arena:
         self._work_off()
 
     def _on_gone(self, number: int) -> None:
-        """Queue a segment's number. See [Note: tensors die anywhere]."""
+        """Record that a tensor in this segment has died; may run in any thread. See [Note: tensors die anywhere]."""
         if os.getpid() == self._process:
             self._gone.append(number)
             self._work_off()
@@ -178,7 +178,7 @@ class Arena:
             finally:
                 self._lock.release()
 
-    # The methods below run under the lock.
+    # The methods below run while ``_lock`` is held.
 
     def _with_room(self, num_bytes: int) -> _Shared:
         if num_bytes > _SMALL_BYTES:
@@ -203,7 +203,7 @@ class Arena:
 
     def _forget(self, number: int) -> None:
         shared = self._shared.get(number)
-        if shared is not None:  # else the arena was closed
+        if shared is not None:  # None: the arena was closed
             shared.num_tensors -= 1
             self._drop_if_unused(shared)
 
@@ -211,7 +211,7 @@ class Arena:
         if shared.num_tensors:
             return
         if shared is self._slab:
-            shared.num_bytes = 0  # the next tensor begins at its start again
+            shared.num_bytes = 0  # keep the segment; the next small tensor begins at its start
             return
         del self._shared[shared.number]
         self._sort()

@@ -1,4 +1,4 @@
-"""Tensors of a call as plain bytes: checks, contiguous copies, and copies of results back."""
+"""Turns a call's tensors into ranges of bytes: checks them, copies those that are not contiguous, copies results back."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPS: Final = MappingProxyType(
     }
 )
 
-_COMBININGS: Final[dict[tuple[int, torch.dtype, int], Combining]] = {}  # by kind, dtype and number of ranks
+_COMBININGS: Final[dict[tuple[int, torch.dtype, int], Combining]] = {}  # cache, by kind, dtype and number of ranks
 
 
 def one(tensors: Sequence[Tensor] | Tensor, what: str, rank: int) -> Tensor:
@@ -93,7 +93,7 @@ def root(rank_of_root: int, num_ranks: int, rank: int) -> int:
 def combining(reduce_op: Any, dtype: torch.dtype, num_ranks: int, rank: int) -> Combining:
     """Return how a torch ``ReduceOp`` combines elements of a dtype; refuse impossible combinations."""
     kind: Any = reduce_op.op if type(reduce_op) is dist.ReduceOp else reduce_op  # type: ignore[attr-defined]
-    key = kind.value, dtype, num_ranks  # an int: the hash of a kind is slow
+    key = kind.value, dtype, num_ranks  # ``kind.value`` is an int; the hash of ``kind`` is slow
     if (known := _COMBININGS.get(key) or _combining(kind, dtype, num_ranks, rank)) is not None:
         _COMBININGS[key] = known
         return known
@@ -117,7 +117,7 @@ def _combining(kind: Any, dtype: torch.dtype, num_ranks: int, rank: int) -> Comb
     if op in (Op.BAND, Op.BOR, Op.BXOR) and dtype.is_floating_point:
         refuse("bit-wise operations need integers or bool", what, rank)
     scale, name = (1.0 / num_ranks, "avg") if is_average else (1.0, op.name.lower())
-    return _check_scale(Combining(int(DTYPE_OF[dtype]), int(op), scale, name), dtype, rank)  # an enum's hash is slow
+    return _check_scale(Combining(int(DTYPE_OF[dtype]), int(op), scale, name), dtype, rank)  # ints: enums hash slowly
 
 
 def _check_scale(how: Combining, dtype: torch.dtype, rank: int) -> Combining:
@@ -141,12 +141,12 @@ class Bytes:
         return self._copy(tensor)
 
     def apart(self, tensor: Tensor, others: Sequence[MemoryRange], own: int | None = None) -> Tensor:
-        """Return ``plain(tensor)``, copied if it overlaps an output range of ``others`` without being their ``own``-th."""
+        """Return ``plain(tensor)``, or a copy if it overlaps an output in ``others``, unless it is exactly the ``own``-th."""
         plain = self.plain(tensor)
         return self._copy(plain) if is_mixed(piece(plain), others, own) else plain
 
     def target_apart(self, tensor: Tensor, others: Sequence[MemoryRange], own: int) -> Tensor:
-        """Return ``target(tensor)``, or another if it overlaps an input range of ``others`` without being their ``own``-th."""
+        """Return ``target(tensor)``, or a copy if it overlaps an input in ``others``, unless it is exactly the ``own``-th."""
         plain = self.target(tensor)
         if not is_mixed(piece(plain), others, own):
             return plain
@@ -159,22 +159,22 @@ class Bytes:
         return copied
 
     def target(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous tensor for writing; ``put_back`` copies it to the call's tensor if that is another one."""
+        """Return a contiguous tensor to write the result to: the call's own, or one that ``put_back`` copies to it."""
         plain = self.plain(tensor)
         if plain is not tensor:
             self._back.append((tensor, plain))
         return plain
 
     def give(self, tensor: Tensor) -> MemoryRange:
-        """Return the memory from which the values are read."""
+        """Return the memory of ``plain(tensor)``, from which the values are read."""
         return piece(self.plain(tensor))
 
     def take(self, tensor: Tensor) -> MemoryRange:
-        """Return the memory to which the result is written."""
+        """Return the memory of ``target(tensor)``, to which the result is written."""
         return piece(self.target(tensor))
 
     def put_back(self) -> None:
-        """Copy results to the call's tensors that are not contiguous or overlap inputs."""
+        """Copy results from temporary tensors to the call's own, where these are not contiguous or overlap inputs."""
         for tensor, plain in self._back:
             tensor.detach().copy_(plain)
 
@@ -186,7 +186,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_mixed(one: MemoryRange, others: Sequence[MemoryRange], own: int | None) -> bool:
-    """Return whether a range overlaps one of others without being equal to the ``own``-th of them."""
+    """Return whether a range overlaps any of ``others``; the ``own``-th does not count if it is equal to the range."""
     if own is not None and one == others[own]:
         others = [other for rank, other in enumerate(others) if rank != own]
     return any(

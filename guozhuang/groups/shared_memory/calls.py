@@ -68,7 +68,7 @@ class CollectiveCalls(VerbGroup):
         self._sync_spin_us, self._async_spin_us = (0, 0) if crowded else (SYNC_SPIN_US, ASYNC_SPIN_US)
         self._num_calls = 0
 
-    # Reductions.
+    # The methods below combine tensors of all ranks.
 
     @collective
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any) -> PreparedCall:
@@ -128,7 +128,7 @@ class CollectiveCalls(VerbGroup):
         """Do several ``reduce_scatter_single`` as one work."""
         return self._pairs("reduce_scatter", outputs, inputs, opts, opts.reduceOp)
 
-    # Movements.
+    # The methods below copy tensors between ranks.
 
     @collective
     def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any) -> PreparedCall:
@@ -248,29 +248,29 @@ class CollectiveCalls(VerbGroup):
 
     @collective
     def barrier(self, opts: Any) -> PreparedCall:
-        """Wait for all ranks."""
+        """Wait until all ranks have joined."""
         return PreparedCall(lambda terms: self._operations.barrier(b"barrier", terms), [], "barrier")
 
-    # Shared helpers.
+    # The methods below prepare and start calls.
 
     def _elsewhere(self, verb: str, method: str, args: Sequence[Any]) -> Callable[[], dist.Work] | None:
-        """Return the call of the device's group if the first tensor is not on the CPU."""
+        """Return the same call of the group for the first tensor's device; None if that is the CPU."""
         first = args[0]
         if type(first) is list and first:
             first = first[0]
-        tensor = first if type(first) is Tensor else _first_tensor(args[:-1])  # isinstance is slow
+        tensor = first if type(first) is Tensor else _first_tensor(args[:-1])  # isinstance is slow on tensors
         if tensor is not None:
             if tensor.is_cpu:
                 return None
             device = tensor.device
         elif len(args) > 1:
             refuse(f"{verb} takes tensors", args[0], self._rank)
-        elif (device := args[0].device) is None or device.type == "cpu":  # of a barrier
+        elif (device := args[0].device) is None or device.type == "cpu":  # a barrier has no tensors
             return None
         return partial(getattr(self._others.group_on(device), method), *args)
 
     def _begin(self, call: PreparedCall, method: str, args: Sequence[Any]) -> dist.Work:
-        """Run a call in its turn: before this returns, or later if the options allow it (``asyncOp``)."""
+        """Run a prepared call in its turn: before this method returns, or later if the options say ``asyncOp``."""
         run, tensors, what, _ = call
         assert run is not None
         opts, perform = args[-1], self._operations.perform

@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 
 from .program import ChunkPlace, ChunkStream, Program, StreamKind
 
-ALIGNMENT_BYTES: Final = 64  # of lanes and parts: one cache line, so that no two ranks write to the same line
+ALIGNMENT_BYTES: Final = 64  # lanes and parts begin at cache lines: no two ranks write to the same line
 NUM_SLOTS: Final = 3  # slots of a ring: in each round one is written, one combined, one read
-# Small enough that the windows of all ranks stay in the cache, large enough that few barriers are needed.
+# Bytes between two barriers: few enough that all ranks' windows stay in the cache, enough that few barriers are needed.
 CHUNK_BYTES: Final = 512 * 1024
 CROWDED_CHUNK_BYTES: Final = 1024 * 1024  # used when ranks outnumber cores: each barrier then costs a context switch
 
@@ -33,7 +33,7 @@ class MemoryRange(NamedTuple):
 
 
 class Combining(NamedTuple):
-    """The operation that combines elements, see ``ChunkStream``.
+    """The operation by which a reduction combines elements; see ``ChunkStream``.
 
     Attributes:
         dtype: a ``DType``.
@@ -49,7 +49,7 @@ class Combining(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Memory of every rank that all ranks map, through which pieces travel: lanes side by side, one chunk in each.
+    """Shared memory of every rank through which data travels, divided into lanes; each lane holds one chunk at a time.
 
     Attributes:
         bases: the window's address, by rank.
@@ -62,16 +62,16 @@ class Window(NamedTuple):
     slot_bytes: int
 
     def lane(self, rank: int, lane: int) -> ChunkPlace:
-        """Return the place of a lane of a rank's window."""
+        """Return where the chunks of a lane lie in a rank's window."""
         return ChunkPlace(self.bases[rank] + lane * self.lane_bytes, self.slot_bytes)
 
     def num_chunks(self, num_bytes: int) -> int:
-        """Return the number of chunks of the longest piece; at least 1, so that every program over a window has a barrier."""
+        """Return the number of chunks of the longest piece (``num_bytes``); at least 1, so that every program has a barrier."""
         return max(-(-num_bytes // self.lane_bytes), 1)
 
 
 def one_shot_window(bases: Sequence[int], area_bytes: int, num_lanes: int, longest_bytes: int) -> Window | None:
-    """Return a window over one-shot areas, or None if the pieces do not fit.
+    """Return a window over the ranks' one-shot areas; None if the pieces do not fit into one area.
 
     Args:
         bases: address of the area, by rank.
@@ -138,7 +138,7 @@ def exchange(
         for lane, piece in sent
         if piece.num_bytes
     ]
-    # The rank's own bytes are copied before the barrier, while other ranks may not have arrived.
+    # The rank copies its own bytes before the barrier, in time that it may else spend waiting for other ranks.
     streams += [_copy(piece.address, source, piece.num_bytes) for source, piece in kept if piece.num_bytes]
     streams += [
         ChunkStream(
@@ -151,13 +151,13 @@ def exchange(
 
 
 def fetch(taken: Sequence[tuple[int, MemoryRange]]) -> Program:
-    """Copy directly from the peers' memory: ``(address, piece)``. After the barrier at the end peers may change that memory."""
+    """Copy directly from peers' memory: from each address to its piece. After the final barrier peers may change it."""
     streams = [_copy(piece.address, source, piece.num_bytes) for source, piece in taken if piece.num_bytes]
     return Program(tuple(streams), 1, trailing_barrier=True)
 
 
 def reduce_one_shot(window: Window, rank: int, piece: MemoryRange, how: Combining, root: int | None) -> Program:
-    """Combine small tensors: every rank (or only ``root``) combines the tensors in all ranks' windows (1 lane)."""
+    """Combine small tensors: every rank (or only ``root``) combines the tensors in all ranks' windows, which have one lane."""
     whole, num_bytes = (ChunkPlace(piece.address),), piece.num_bytes
     if not num_bytes:
         return Program((), 2)
@@ -192,7 +192,7 @@ def reduce_staged(window: Window, rank: int, piece: MemoryRange, how: Combining,
     if mine.num_bytes:
         here = ChunkPlace(mine.address)
         sources = tuple(here if peer == rank else window.lane(peer, rank) for peer in ranks)
-        # A rank that collects writes its part to its tensor too; other ranks read the part from its window.
+        # A rank that collects the result writes its own part to its tensor, and to its window for the other ranks.
         targets = ((here,) if collects else ()) + (() if root == rank else (window.lane(rank, rank),))
         streams.append(_combine(1, mine.num_bytes, chunk, targets, sources, how))
     streams += [
@@ -234,7 +234,7 @@ def reduce_scatter(
 
 
 def reduce_scatter_in_place(sources: Sequence[int], output: int, num_bytes: int, how: Combining) -> Program:
-    """Combine this rank's piece directly from the memory of all ranks; ``sources`` are its addresses, by rank."""
+    """Combine this rank's piece directly from the memory of all ranks; ``sources``: the piece's address on each rank."""
     if not num_bytes:
         return Program((), 1, trailing_barrier=True)
     places = tuple(ChunkPlace(source) for source in sources)

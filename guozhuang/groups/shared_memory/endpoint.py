@@ -30,15 +30,15 @@ from .engine import (
 from .program import Program, Status
 from .rendezvous import Peers
 
-MEETING: Final = Program(trailing_barrier=True)  # one barrier: compares the ranks' calls before any data moves
-# The limit of the stored programs, roughly; one program takes some hundred bytes, with many ranks many kilobytes.
+MEETING: Final = Program(trailing_barrier=True)  # a program of one barrier: compares the ranks' calls, moves no data
+# About how much memory stored programs may take; one program takes some hundred bytes, with many ranks many kilobytes.
 REMEMBERED_BYTES: Final = 16 << 20
-Terms = tuple[float, int]  # time-out in seconds; how long a wait spins before it sleeps, in microseconds
-_PLACE: Final = struct.Struct("<Bqq")  # a tensor's place for peers: whether they can map it, segment, offset in bytes
+Terms = tuple[float, int]  # (time-out in seconds, microseconds that a wait spins before it sleeps)
+_PLACE: Final = struct.Struct("<Bqq")  # where a tensor lies: whether peers can map it, segment, offset in bytes
 
 
 class Endpoint:
-    """Runs collectives of one rank, one at a time: the caller ensures that (turns.py).
+    """This rank's end of a shared-memory group. It runs collectives; the caller must run one at a time (turns.py does).
 
     Args:
         engine: the C engine over the control pages.
@@ -58,16 +58,16 @@ class Endpoint:
             tuple(main + ONE_SHOT_OFFSET + area * ONE_SHOT_BYTES for main in mains)
             for area in range(NUM_ONE_SHOT_AREAS)
         ]
-        # By rank: 1 + the rank that it lost before it broke the group. See ``LOST_OFFSET``.
+        # For each rank: 1 + the peer whose loss made that rank break the group, else 0. See ``LOST_OFFSET``.
         self._lost = [ctypes.c_uint32.from_address(main + LOST_OFFSET) for main in mains]
-        self.turn = 0  # the area of the next operation; alternates, like the descriptor slots
+        self.turn = 0  # which of the two one-shot areas the next operation uses; alternates
         self.failure: Exception | None = None
         self._what = b""  # the current operation in words
         self._deadline = 0.0
         self._spin_us = 0
         self._programs: dict[Hashable, Program] = {}
         self._programs_bytes = 0
-        self._is_open = False  # an operation has begun, and further programs of it will follow
+        self._is_open = False  # an operation has begun, and will run further programs
         self._is_told = False  # the peers already know that this rank refuses the call
 
     @property
@@ -76,7 +76,7 @@ class Endpoint:
         return self._one_shot[self.turn]
 
     def remembered(self, key: Hashable, build: Callable[[], Program]) -> Program:
-        """Return the program of a collective, built once per key. A key must contain everything that the program depends on."""
+        """Return the stored program of a key, built on first use. A key must contain everything that the program depends on."""
         program = self._programs.get(key)
         if program is None:
             program = build()
@@ -166,7 +166,7 @@ class Endpoint:
         self._is_open = False
 
     def meet(self, what: bytes, terms: Terms, private: bytes = b"") -> tuple[bytes, ...]:
-        """Begin an operation that moves no data before ``go_on``; return every rank's private bytes."""
+        """Begin an operation with a barrier only; ``go_on`` then moves its data. Return every rank's private bytes."""
         self._is_open = True
         return self.tell(what, terms, private)
 
@@ -175,10 +175,10 @@ class Endpoint:
         self.begin(what, MEETING, terms, private)
         return tuple(self._engine.privates())
 
-    # The place of a tensor, as peers see it.
+    # The methods below report to the peers where a tensor lies, and exchange tables of numbers.
 
     def place_of(self, tensor: Tensor) -> bytes:
-        """Return a report for the peers of where a contiguous tensor lies; b"" if they cannot map it."""
+        """Return bytes that report to the peers where a contiguous tensor lies; b"" if they cannot map its memory."""
         place = self._arena.locate(tensor)
         if place is None:
             return b""
@@ -191,7 +191,7 @@ class Endpoint:
         return self._arena.address_at(rank, segment, offset) if seen else None
 
     def write_table(self, numbers: list[int]) -> None:
-        """Write a table to this rank's one-shot area before the operation begins."""
+        """Write numbers to this rank's one-shot area, for all ranks to read once the next operation has begun."""
         assert len(numbers) * 8 <= ONE_SHOT_BYTES, "a table too long for the one-shot area"
         struct.pack_into(
             f"={len(numbers)}q", (ctypes.c_char * ONE_SHOT_BYTES).from_address(self.one_shot[self.rank]), 0, *numbers
@@ -199,10 +199,10 @@ class Endpoint:
 
     def read_tables(self, length: int) -> list[list[int]]:
         """Return the tables that the ranks wrote for this operation, after it has begun."""
-        areas = self._one_shot[self.turn ^ 1]  # begin() has already switched areas
+        areas = self._one_shot[self.turn ^ 1]  # begin() has already switched to the next area
         return [list(struct.unpack(f"={length}q", ctypes.string_at(area, 8 * length))) for area in areas]
 
-    # Failures.
+    # The methods below handle failures.
 
     def give_up(self, error: BaseException) -> None:
         """Break the group because of an error in this process; peers that wait for this rank are notified within 0.1 s."""
@@ -242,16 +242,16 @@ class Endpoint:
             text = self._why(Status(status), ranks, what, limit_s)
             lost = self._first_cause(ranks[0]) if status == Status.BROKEN else ranks[0]
             error = WorldError(text)
-            if lost != self.rank:  # else this rank itself left
+            if lost != self.rank:  # equal if this rank itself left
                 error = PeerLost(text, rank=lost, pid=self._peers.pids[lost], waiting_in=what)
         self.give_up(error)
         try:
             raise error
         finally:
-            del error  # its traceback refers to this frame
+            del error  # the error's traceback refers to this frame, a cycle that would keep tensors
 
     def _first_cause(self, rank: int) -> int:
-        """Return the rank that ``rank`` had lost before it broke the group, if it was another one; else ``rank``."""
+        """Return the peer whose loss made ``rank`` break the group, if that is known and not this rank; else ``rank``."""
         lost = self._lost[rank].value - 1
         return lost if 0 <= lost < self.size and lost != self.rank else rank
 
@@ -302,8 +302,8 @@ def refuse(what: str, value: object, rank: int, fix: str = "") -> NoReturn:
 
 
 def cut(text: bytes) -> bytes:
-    """Shorten a text for the comparison; a digest at its end stands for the part cut off."""
-    room = DESCRIPTOR_BYTES - 96  # leaves room to add a complaint
+    """Shorten a call's description to the length that ranks compare; a digest at its end stands for the part cut off."""
+    room = DESCRIPTOR_BYTES - 96  # leaves room to add why a rank's sizes do not match
     return text if len(text) <= room else text[: room - 20] + b"..." + hashlib.sha256(text).hexdigest()[:16].encode()
 
 

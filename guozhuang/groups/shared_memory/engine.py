@@ -16,30 +16,30 @@ from .program import Outcome, Program
 
 try:
     from . import _engine, _sparse
-except ImportError:  # it was not built
+except ImportError:  # the C part was not built
     _engine = _sparse = None  # type: ignore[assignment]
 
-# The control page. Words are little-endian u32, each on its own cache line so that ranks do not slow each other down.
+# Byte offsets in a control page. Words are little-endian u32, each on its own cache line so that ranks do not slow down.
 MAGIC: Final = 0x475A0001  # "GZ", layout version 1
 MAGIC_OFFSET: Final = 0
-ARRIVED_OFFSET: Final = 64  # +1 per barrier; peers wait on it as a futex
-ASLEEP_OFFSET: Final = 128  # 0, or 1 + the rank on whose `arrived` this rank sleeps
-STATE_OFFSET: Final = 192  # a RankState
-LOST_OFFSET: Final = 196  # of a BROKEN rank: 1 + the rank that it lost; 0 if it broke for another reason
+ARRIVED_OFFSET: Final = 64  # counts the barriers that the rank has arrived at; peers wait on this word as a futex
+ASLEEP_OFFSET: Final = 128  # 0 while awake; else 1 + the rank for whose arrival this rank sleeps
+STATE_OFFSET: Final = 192  # the rank's RankState
+LOST_OFFSET: Final = 196  # if the rank is BROKEN: 1 + the peer that it lost, or 0 if it broke for another reason
 DOING_OFFSET: Final = 256  # the rank's current call in words, ended by NUL
-DOING_BYTES: Final = 120  # at most, without the NUL
-# Two descriptor slots, used in turn. See [Note: one barrier per operation] in _barrier.c.
+DOING_BYTES: Final = 120  # most bytes of that text, without the NUL
+# Two slots, used alternately, for descriptions of operations. See [Note: one barrier per operation] in _barrier.c.
 DESCRIPTOR_OFFSETS: Final = (512, 1024)
-DESCRIPTOR_BYTES: Final = 256  # compared among ranks, byte by byte
-PRIVATE_BYTES: Final = 128  # the private part follows the compared part; peers read it, it is not compared
+DESCRIPTOR_BYTES: Final = 256  # a slot's first part, which the ranks compare byte by byte
+PRIVATE_BYTES: Final = 128  # a slot's second part, the private one: peers can read it, but do not compare it
 CONTROL_BYTES: Final = 4096
 
-# The main segment: the control page, then
+# The main segment has the control page, then two one-shot areas (small tensors), then the ring (large tensors).
 NUM_ONE_SHOT_AREAS: Final = 2  # used alternately, like the descriptor slots
 ONE_SHOT_BYTES: Final = 64 * 1024  # the size of one area
 ONE_SHOT_OFFSET: Final = CONTROL_BYTES
 RING_OFFSET: Final = ONE_SHOT_OFFSET + NUM_ONE_SHOT_AREAS * ONE_SHOT_BYTES
-RING_BYTES: Final = 32 * 1024 * 1024  # the default size of the staging ring
+RING_BYTES: Final = 32 * 1024 * 1024  # default size of the ring, through which large tensors pass in chunks
 MAIN_BYTES: Final = RING_OFFSET + RING_BYTES
 
 
@@ -47,12 +47,12 @@ class RankState(enum.IntEnum):
     """The state that a rank writes to its control page."""
 
     ALIVE = 0
-    LEFT = 1  # the rank left the group; it will not arrive any more
-    BROKEN = 2  # a collective failed on it; it will not arrive any more
+    LEFT = 1  # the rank left the group; it will arrive at no further barrier
+    BROKEN = 2  # a collective failed on the rank; it will arrive at no further barrier
 
 
 class Engine(Protocol):
-    """Runs programs of one rank; ranks synchronize in barriers through their control pages. One run at a time.
+    """Runs the programs of one rank, one at a time; ranks synchronize in barriers through their control pages.
 
     Made by ``make_engine``. The engine keeps only addresses and descriptors: during a run the caller must keep mappings and
     pidfds open.
@@ -93,7 +93,7 @@ class Engine(Protocol):
         """Return every rank's private part (128 bytes) of the current operation; valid until the next operation."""
 
     def doing(self, rank: int, /) -> str:
-        """Return a rank's current call, in its own words."""
+        """Return the text that a rank has published about its current call."""
 
     def set_doing(self, text: bytes, /) -> None:
         """Publish this rank's current call in words; cut after 120 bytes."""

@@ -1,4 +1,4 @@
-"""The checks, the comparison and the programs of each collective: from tensors' bytes to the programs of collectives.py.
+"""Runs each collective on tensors' bytes: checks sizes, compares the ranks' calls, runs the programs of collectives.py.
 
 Every method blocks until this rank's part is done. Every rank of the group must call the same one with matching sizes.
 If a size is wrong on one rank only, that rank's description differs from all others, so all ranks raise.
@@ -51,7 +51,7 @@ class Operations:
         self._rank, self._size = link.rank, link.size
         self._plans: dict[tuple[object, ...], _ReductionPlan] = {}
         self._numbers = itertools.count()
-        # ``perform`` runs the methods below; ``refuse`` is called instead of them.
+        # ``perform`` runs a call that uses the methods below; ``refuse`` is called in place of such a call.
         self.perform, self.refuse = link.perform, link.refuse
 
     def reduce(self, tensor: Tensor, how: Combining, root: int | None, terms: Terms, among: bytes = b"") -> None:
@@ -111,7 +111,7 @@ class Operations:
             self._staged(1, sent, taken, [], piece.num_bytes)
 
     def all_gather(self, given: MemoryRange, tensor: Tensor, outputs: Sequence[MemoryRange], terms: Terms) -> None:
-        """Copy every rank's bytes to all ranks; ``outputs`` by rank. ``tensor`` contains the given piece."""
+        """Copy every rank's bytes to all ranks; ``outputs`` has a range per rank. ``tensor`` contains the given piece."""
         counts, itemsize = _counts(outputs, tensor), tensor.itemsize
         what = describe("all_gather", counts, tensor.dtype)
         if given.num_bytes != outputs[self._rank].num_bytes:
@@ -146,7 +146,7 @@ class Operations:
             output: where this rank's result is written.
             inputs: this rank's inputs, by rank.
             whole: the tensor that contains all inputs one after the other, if ``is_whole``; else one of the inputs.
-            is_whole: see above.
+            is_whole: whether ``whole`` contains all inputs.
             how: the operation.
             terms: see ``Terms``.
         """
@@ -166,7 +166,7 @@ class Operations:
             link.go_on(collectives.reduce_scatter(self._ring(self._size, longest), *arguments))
             return
         mine = inputs[self._rank]
-        offset = mine.address - inputs[0].address  # sizes are equal on all ranks
+        offset = mine.address - inputs[0].address  # the same in all ranks' tensors, as sizes are equal
         sources = [mine.address if rank == self._rank else there + offset for rank, there in enumerate(seen)]
         link.go_on(collectives.reduce_scatter_in_place(sources, output.address, output.num_bytes, how))
 
@@ -219,12 +219,12 @@ class Operations:
         self._move(what, terms, self._size, sent, taken, kept, output.num_bytes)
 
     def counts(self, what: bytes, count: int, terms: Terms) -> list[int]:
-        """Exchange one number per rank in a call; return the numbers by rank."""
+        """Send this rank's number to all ranks, in the call ``what``; return the numbers of all ranks, by rank."""
         told = self._link.tell(cut(what), terms, count.to_bytes(8, "little"))
         return [int.from_bytes(each[:8], "little") for each in told]
 
     def barrier(self, name: bytes, terms: Terms) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have joined."""
         self._link.begin(name, MEETING, terms)
 
     def _move(
@@ -237,7 +237,7 @@ class Operations:
         kept: Sequence[tuple[int, MemoryRange]],
         longest: int,
     ) -> None:
-        """Move pieces by one shot if they fit, else staged."""
+        """Move pieces between ranks: through the one-shot areas if they fit, else in chunks through the rings."""
         if collectives.aligned(longest) * num_lanes <= ONE_SHOT_BYTES:
             self._small(what, terms, num_lanes, sent, taken, kept, longest)
             return
@@ -287,7 +287,7 @@ class Operations:
         return [0 if address is None else address for address in found]
 
     def _complain(self, what: bytes, why: str, terms: Terms) -> NoReturn:
-        """Report sizes that do not match on this rank to the peers, and raise: UsageError if all ranks report the same."""
+        """Report to the peers that sizes do not match; raise UsageError if all ranks report this, else MismatchError."""
         what = what + f" ({why})".encode()
         self._link.agree_on_refusal(what[:DESCRIPTOR_BYTES], terms)
         refuse("sizes do not fit each other", what.decode(), self._rank, "make outputs as large as what goes into them")

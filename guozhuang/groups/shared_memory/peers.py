@@ -1,4 +1,4 @@
-"""The other ranks of a group as this process stores them: processes, sockets, and their shared memory.
+"""This process's record of the other ranks of a group: their processes, sockets and shared memory.
 
 [Note: what tells that a peer is gone] A pidfd becomes readable once the process has ended, in all cases. The end of a socket
 is less reliable: a DataLoader worker forked by a rank inherits the rank's sockets and keeps them open after the rank's death.
@@ -30,12 +30,12 @@ from .segments import Segment
 
 # The errors of a socket whose other end is closed. All other errors (memory, descriptors) say nothing about the peer.
 ENDED: Final = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN))
-_NOTE: Final = struct.Struct("<cqq")  # kind; number of the segment, or of freed segments; bytes of the segment
+_NOTE: Final = struct.Struct("<cqq")  # kind; number of the segment, or how many were freed; bytes of the segment
 _SEGMENT, _FREED = b"S", b"F"
 _FREED_PER_NOTE: Final = 64
 _NUMBERS: Final = struct.Struct(f"<{_FREED_PER_NOTE}q")
 _NOTE_BYTES: Final = _NOTE.size + _NUMBERS.size
-_SLICE_S: Final = 0.05  # a short wait, since another thread may receive the note that this thread waits for
+_SLICE_S: Final = 0.05  # one wait for a socket; short, as another thread may receive the note that is awaited
 
 
 class Peers:
@@ -68,9 +68,9 @@ class Peers:
         self._notes = notes
         self._received: list[dict[int, Segment]] = [{} for _ in pids]
         self._freed_by_peers: deque[Segment] = deque()  # see [Note: when a peer's memory is unmapped]
-        self._freed: deque[int] = deque()  # segments of this rank whose note is not yet queued
-        self._unsent: list[list[bytes]] = [[] for _ in pids]  # notes about freed segments, while a socket is full
-        self._gone = [False] * self.size  # ranks whose socket was closed
+        self._freed: deque[int] = deque()  # numbers of this rank's freed segments, not reported to the peers yet
+        self._unsent: list[list[bytes]] = [[] for _ in pids]  # by peer: notes that wait for room in its socket
+        self._gone = [False] * self.size  # by rank: whether its end of the socket was closed
         self._lock = threading.Lock()
         self._closed = False
 
@@ -91,7 +91,7 @@ class Peers:
             while not self._try_send(peer, note, segment.fd):
                 if time.monotonic() > deadline:
                     self._lost(peer, f"took no memory that this rank shares within {timeout_s:g} s")
-                self.drain()  # the peer may be waiting for this rank in the same way
+                self.drain()  # reads notes: the peer may wait for room in this rank's socket
                 self._await(peer, select.POLLOUT, _SLICE_S)
 
     def receive_segment(self, rank: int, number: int, timeout_s: float) -> Segment:
@@ -125,7 +125,7 @@ class Peers:
     def drain(self) -> None:
         """Receive the peers' notes and send notes about freed segments, as far as possible without waiting."""
         if not self._lock.acquire(blocking=False):
-            return  # the holder of the lock, or the next caller, does this
+            return  # another thread holds the lock: that one, or the next caller, does the work
         try:
             if self._closed:
                 return
@@ -203,10 +203,10 @@ class Peers:
             if fd == self.pidfds[peer] and fd != connection.fileno():
                 with self._lock:
                     if self._take_all(peer):
-                        return  # notes sent before the peer's end still count
+                        return  # the peer sent notes before it ended: the caller looks at them first
                 self._lost(peer, "is gone")
 
-    # The methods below run under the lock.
+    # The methods below run while ``_lock`` is held.
 
     def _check_open(self) -> None:
         if self._closed:
@@ -221,9 +221,9 @@ class Peers:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in ENDED:  # a peer that is gone maps nothing any more
+                if error.errno in ENDED:  # the peer is gone, and with it its mappings
                     unsent.clear()
-                return  # else the system is short of memory: the next drain() tries again
+                return  # any other error means too little memory: the next drain() tries again
             del unsent[0]
 
     def _take_all(self, peer: int) -> int:
@@ -236,7 +236,7 @@ class Peers:
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                continue  # the peer ended with unread messages; reported once, before the messages that it sent
+                continue  # the peer ended; the error comes once, before the last messages that it sent
             if not note:
                 self._gone[peer] = True
                 break
@@ -263,5 +263,5 @@ class Peers:
 
 
 def ended_events(fd: int) -> int:
-    """Return the poll events that mean "ended" for a descriptor of ``pidfds``; a socket is readable for messages too."""
+    """Return the poll event by which a descriptor in ``pidfds`` shows the process's end: POLLHUP of a socket, else POLLIN."""
     return select.POLLHUP if stat.S_ISSOCK(os.fstat(fd).st_mode) else select.POLLIN

@@ -49,17 +49,17 @@ from .rendezvous import Peers
 from .segments import Segment
 from .transfers import Offer, Slots, Transfer, UnderWay
 
-_SHORT_OF_MEMORY: Final = frozenset((errno.ENOBUFS, errno.ENOMEM))  # of the kernel, for a message; it is tried again
-_READS_PER_TURN: Final = 64  # from one peer, before other peers are read
-_LOOK_S: Final = 0.2  # between two checks, while transfers are unfinished, whether a rank's group broke
+_SHORT_OF_MEMORY: Final = frozenset((errno.ENOBUFS, errno.ENOMEM))  # no kernel memory for a message: send it later
+_READS_PER_TURN: Final = 64  # most messages that are read from one peer before the next peer's
+_LOOK_S: Final = 0.2  # seconds between two checks whether a rank's group broke, while transfers are unfinished
 _LONGEST_SLEEP_S: Final = 3600.0
-_FAREWELL_S: Final = 1.0  # for queued messages when the group is destroyed
+_FAREWELL_S: Final = 1.0  # longest time to send queued messages when the group is destroyed
 _JOIN_S: Final = 5.0
 _DESTROYED: Final = ("this group was destroyed; it sends and receives no more", "make a new group")
 
 
 class PointToPoint:
-    """Sends and receives of one rank; thread-safe. See the notes above.
+    """The sends and receives of one rank; thread-safe. See the notes at the top of the module.
 
     Args:
         peers: the other ranks; must outlive this object.
@@ -79,17 +79,17 @@ class PointToPoint:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closed = False
         self._failure: BaseException | None = None  # the error that ended the thread
-        # The attributes below belong to the thread. See [Note: one thread owns the state].
+        # Only the thread uses the attributes below. See [Note: one thread owns the state].
         self._poller = select.poll()
         self._channels = [(peer, channel) for peer, channel in enumerate(peers.channels) if channel is not None]
         self._under_way = UnderWay(self._rank, self._size)
         self._numbers = itertools.count(1)
-        self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # per receiver: sends with a requested payload
-        # Messages, and the memory that is shared with one.
+        self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # by receiver: sends whose payload it requested
+        # By receiver: queued messages, each with the segment whose descriptor is sent along, if there is one.
         self._out: list[deque[tuple[bytes, Segment | None]]] = [deque() for _ in pages]
-        self._sending: dict[int, Slots] = {}  # by receiver
-        self._receiving: dict[int, Slots] = {}  # by sender
-        self._earliest_deadline = math.inf  # no transfer expires before it; may come from a transfer that has ended
+        self._sending: dict[int, Slots] = {}  # by receiver: memory for large payloads
+        self._receiving: dict[int, Slots] = {}  # by sender: memory for large payloads
+        self._earliest_deadline = math.inf  # no transfer expires before this time; its transfer may have ended
         self._thread = threading.Thread(target=self._serve, name=f"guozhuang-p2p-{self._rank}", daemon=True)
         try:
             self._thread.start()
@@ -109,7 +109,7 @@ class PointToPoint:
         return self._begin(tensor, dst, tag, timeout_s, is_send=True)
 
     def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: float | None = None) -> Transfer:
-        """Start receiving into a CPU tensor, from a rank or (None) from the first to send with this tag. Else as ``send``."""
+        """Start receiving into a CPU tensor from ``src``; None: from the first rank to send with this tag. Else as ``send``."""
         return self._begin(tensor, src, tag, timeout_s, is_send=False)
 
     def close(self) -> bool:
@@ -150,7 +150,7 @@ class PointToPoint:
     def _world_error(self, what: str, fix: str) -> WorldError:
         return WorldError(explain(what, rank=self._rank, fix=fix))
 
-    # The thread.
+    # The methods below run on the thread.
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)  # the mode is per thread; callbacks run on this thread
@@ -167,7 +167,7 @@ class PointToPoint:
             what = f"sends and receives ended after {type(unexpected).__name__}: {unexpected}"
             self._failure = error = self._world_error(what, "mend the cause and make a new group")
             error.__cause__ = unexpected
-            for _, channel in self._channels:  # so that peers that wait for this rank fail too
+            for _, channel in self._channels:  # peers that wait for this rank then fail too
                 with contextlib.suppress(OSError):
                     channel.shutdown(socket.SHUT_RDWR)
         with self._closing:
@@ -240,7 +240,7 @@ class PointToPoint:
             self._under_way.receives[offer.source, offer.number] = receive
             self._say(offer.source, transfers.ASK, offer.number)
 
-    # Messages.
+    # The methods below send and process messages.
 
     def _say(self, peer: int, *message: Any, memory: Segment | None = None, **more: Any) -> None:
         """Queue a message, given by the arguments of ``transfers.pack``, and the memory that is shared with it."""
@@ -262,7 +262,7 @@ class PointToPoint:
                     memory.close_descriptor()
                 out.popleft()
         except OSError as error:
-            if error.errno in ENDED:  # messages that the peer sent before its end are read first
+            if error.errno in ENDED:  # the peer ended; ``_read`` fails its transfers, after its last messages
                 out.clear()
                 self._streams[peer].clear()
             elif not isinstance(error, BlockingIOError) and error.errno not in _SHORT_OF_MEMORY:
@@ -270,7 +270,7 @@ class PointToPoint:
         self._poller.modify(channel, select.POLLIN | (select.POLLOUT if out else 0))
 
     def _fill_slot(self, peer: int) -> bool:
-        """Copy a chunk of the next stream to a free slot and queue its message; return whether a message was queued."""
+        """Copy the next chunk of a requested payload to a free slot and queue its message; return whether one was queued."""
         streams, slots = self._streams[peer], self._sending.get(peer)
         while streams and streams[0].is_completed():
             streams.popleft()
@@ -288,7 +288,7 @@ class PointToPoint:
             self._say(peer, transfers.MEMORY, slots.segment.num_bytes, memory=slots.segment)
         self._say(peer, transfers.CHUNK, send.number, *slots.fill(send))
         if send.offset_bytes < send.num_bytes:
-            streams.append(send)  # streams take turns
+            streams.append(send)  # to the end: payloads for one receiver take turns
         return True
 
     def _read(self, peer: int, at_most: int = sys.maxsize) -> None:
@@ -301,7 +301,7 @@ class PointToPoint:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # the peer ended with unread messages; reported once, before the messages that it sent
+                continue  # the peer ended; the error comes once, before the last messages that it sent
             if not message:
                 self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) closed its end")
                 return
@@ -338,7 +338,7 @@ class PointToPoint:
                 send.end(send.given_up(peer, self._peers.pids[peer]))
 
     def _take_chunk(self, peer: int, number: int, slot: int, num_bytes: int) -> None:
-        """Copy a chunk to its tensor, unless the receive was aborted, and return the slot."""
+        """Copy a received chunk to its tensor, unless the receive was aborted, and return the slot to the sender."""
         receive = self._under_way.receives.get((peer, number))
         if receive is not None:
             self._receiving[peer].empty(receive, slot, num_bytes)
@@ -349,7 +349,7 @@ class PointToPoint:
             receive.end()
         self._flush(peer)
 
-    # Failures.
+    # The methods below handle failures.
 
     def _lose(self, peer: int, text: str) -> None:
         """Mark a rank as lost, and fail the transfers that wait for it."""
@@ -409,7 +409,7 @@ class PointToPoint:
         transfer.end(error)
 
     def _say_farewell(self) -> None:
-        """Send the queued messages, for which peers wait."""
+        """Send the messages that are still queued when the group is destroyed, for at most ``_FAREWELL_S``: peers need them."""
         deadline = time.monotonic() + _FAREWELL_S
         for streams in self._streams:
             streams.clear()

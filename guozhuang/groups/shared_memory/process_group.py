@@ -32,7 +32,7 @@ from .segments import Segment
 
 _MOMENT_S: Final = 1.0
 _AT_EXIT_PATIENCE_S = 1.0  # how long to wait at the interpreter's exit for collectives that nobody waited for
-_SHUTDOWN_PATIENCE_S = 10.0  # the same, when the group is destroyed
+_SHUTDOWN_PATIENCE_S = 10.0  # how long to wait for running collectives when the group is destroyed
 
 
 class SharedMemoryGroup(CollectiveCalls):
@@ -77,7 +77,7 @@ class SharedMemoryGroup(CollectiveCalls):
         refuse_fork("empty", self._process, self._rank)
         return self._resources.arena.empty(num_elements, dtype)
 
-    # Point to point.
+    # The methods below send and receive between two ranks.
 
     def send(self, tensors: list[Tensor] | Tensor, dst: int, tag: int = 0) -> dist.Work:
         """Start sending a tensor to one rank, which must receive it with the same tag."""
@@ -164,7 +164,7 @@ class SharedMemoryGroup(CollectiveCalls):
 
     _set_default_timeout = set_timeout
 
-    # The group's end.
+    # The methods below end the group.
 
     def shutdown(self) -> None:
         """Leave the group: running collectives get some seconds to end; peers that wait for this rank afterwards raise.
@@ -202,7 +202,7 @@ class GroupResources:
         main = Segment.create(MAIN_BYTES, f"guozhuang-{rank}")
         self._peers: Peers = meet(store, rank, size, timeout_s, main)
         try:
-            # Every rank has set its key before it joined the rendezvous.
+            # This does not wait: every rank has set its key before it joined the rendezvous.
             told = [json.loads(each) for each in store.multi_get([f"cores/{peer}" for peer in range(size)])]
             # Ranks may be bound to different cores, but must build the same programs: so all ranks use the same counts.
             cores = {core for each in told for core in each["cores"]}
@@ -241,14 +241,14 @@ class GroupResources:
                 return
             self._closed = True
         give_back = functools.partial(self._give_back, patience_s)
-        if not self.turns.close_later(_gone(self._rank), give_back):  # True inside a job that dropped the group
+        if not self.turns.close_later(_gone(self._rank), give_back):  # True inside a job of this group: closed later
             give_back()
 
     def _give_back(self, patience_s: float) -> None:
-        # Once the group is broken, queued jobs fail as soon as they begin.
+        # A broken group needs only a short wait: its queued jobs fail as soon as they begin.
         quiet = self.turns.close(_gone(self._rank), _MOMENT_S if self.link.failure is not None else patience_s)
         self.link.leave()
-        if not quiet:  # a call whose peers never joined: ``leave`` ends it within one slice of its wait
+        if not quiet:  # a call still waited for peers; ``leave`` makes that wait end soon
             quiet = self.turns.close(_gone(self._rank), _MOMENT_S)
         if self._point_to_point is not None:
             quiet = self._point_to_point.close() and quiet

@@ -16,8 +16,8 @@ import torch
 class StreamKind(enum.IntEnum):
     """The operation that a stream performs on each chunk."""
 
-    COPY = 0  # one source to one destination
-    REDUCE = 1  # all sources, in the given order, to every destination
+    COPY = 0  # copies one source to one destination
+    REDUCE = 1  # combines all sources, in the given order, and writes the result to every destination
 
 
 class Op(enum.IntEnum):
@@ -25,8 +25,8 @@ class Op(enum.IntEnum):
 
     SUM = 0  # integers wrap around; for bool a logical or
     PROD = 1  # integers wrap around; for bool a logical and
-    MIN = 2  # NaN wins; of equal values the first source; for bool a logical and
-    MAX = 3  # NaN wins; of equal values the first source; for bool a logical or
+    MIN = 2  # NaN if any source is NaN; of equal values that of the first source; for bool a logical and
+    MAX = 3  # NaN if any source is NaN; of equal values that of the first source; for bool a logical or
     BAND = 4
     BOR = 5
     BXOR = 6
@@ -61,19 +61,19 @@ DTYPE_OF: Final = MappingProxyType(
         torch.bool: DType.BOOL,
     }
 )
-TORCH_DTYPES: Final = tuple(DTYPE_OF)  # by DType
-ELEMENT_BYTES: Final = tuple(t.itemsize for t in TORCH_DTYPES)  # by DType
+TORCH_DTYPES: Final = tuple(DTYPE_OF)  # the torch dtype of each DType, in the order of the DTypes
+ELEMENT_BYTES: Final = tuple(t.itemsize for t in TORCH_DTYPES)  # size of each DType's elements
 
 
 class Status(enum.IntEnum):
-    """The result of a run. Its ranks are those that did not arrive, or whose descriptor differs from this rank's."""
+    """The result of running a program; ``Outcome`` adds the ranks that did not arrive, or whose descriptors differ."""
 
     OK = 0
-    LOST = 1  # the process is gone
-    LEFT = 2  # the rank left the group
-    BROKEN = 3  # a collective failed on the rank
-    LATE = 4  # the time-out ran out
-    DIFFER = 5  # descriptors differ
+    LOST = 1  # a rank's process is gone
+    LEFT = 2  # a rank left the group
+    BROKEN = 3  # a collective failed on a rank
+    LATE = 4  # ranks did not arrive within the time-out
+    DIFFER = 5  # ranks passed different descriptors, so made different calls
 
 
 Outcome = tuple[int, tuple[int, ...]]  # (Status as int, ranks in ascending order)

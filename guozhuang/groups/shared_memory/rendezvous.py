@@ -39,13 +39,13 @@ from .segments import Segment
 
 __all__ = ["Peers", "identity", "meet"]
 
-_HELLO: Final = struct.Struct("<4sii16s16s")  # magic, sender's rank, mesh, receiver's secret, sender's secret
+_HELLO: Final = struct.Struct("<4sii16s16s")  # magic, sender's rank, _NOTES or _CHANNELS, receiver's secret, sender's
 _MAGIC: Final = b"gz01"
-_MAIN: Final = struct.Struct("<q")  # bytes of the main segment, whose descriptor comes with this message
+_MAIN: Final = struct.Struct("<q")  # size of the main segment; its descriptor is sent along with this message
 _CREDENTIALS: Final = struct.Struct("3i")
 _NOTES, _CHANNELS = 0, 1
-_SLICE_S: Final = 0.1  # between two checks whether a rank has ended
-_MOST_STRANGERS: Final = 64  # connections without a first message
+_SLICE_S: Final = 0.1  # seconds between two checks whether a rank has ended
+_MOST_STRANGERS: Final = 64  # most accepted connections that have not sent their first message
 _FIX: Final = "look at that rank's own error"
 
 
@@ -94,7 +94,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, main: Segmen
         on_failure.callback(main.close)
         meeting = _MeshSetup(rank, size, timeout_s, main)
         on_failure.callback(meeting.close)
-        on_failure.callback(_tell_broken, main)  # runs first, while the segment is still mapped
+        on_failure.callback(_tell_broken, main)  # the last added runs first: while the segment is mapped
         peers = meeting.hold(store)
         on_failure.pop_all()
     meeting.listener.close()
@@ -124,7 +124,7 @@ class _MeshSetup:
             self._refused(error)
 
     def hold(self, store: dist.Store) -> Peers:
-        """Exchange cards, connect the sockets, exchange segments; return the result."""
+        """Exchange cards through the store, connect the sockets, exchange main segments; return the connected ``Peers``."""
         name = f"guozhuang-{secrets.token_hex(16)}"
         try:
             self.listener.bind(f"\0{name}")
@@ -154,7 +154,7 @@ class _MeshSetup:
         return Peers(self._rank, [card.pid for card in self._cards], self._pidfds, segments, notes, channels)
 
     def close(self) -> None:
-        """Close everything after a failure."""
+        """Close all sockets, descriptors and segments after a failure."""
         self.listener.close()
         self._drop_strangers(0)
         for each in (*self._meshes[0], *self._meshes[1]):
@@ -173,7 +173,7 @@ class _MeshSetup:
     def _left_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.0)
 
-    # The store.
+    # The methods below use the store, and open pidfds.
 
     def _exchange_cards(self, store: dist.Store, mine: _Card) -> None:
         card = json.dumps([mine.pid, mine.name, mine.secret.hex(), mine.identity])
@@ -202,7 +202,7 @@ class _MeshSetup:
                 return -1
             raise
 
-    # The sockets. See [Note: who may join].
+    # The methods below connect the sockets. See [Note: who may join].
 
     def _connect(self, peer: int, mesh: int) -> None:
         card = self._cards[peer]
@@ -213,7 +213,7 @@ class _MeshSetup:
             try:
                 connection.connect(f"\0{card.name}")
                 break
-            except BlockingIOError:  # the peer's queue is full
+            except BlockingIOError:  # the peer's queue of new connections is full: try again
                 self._look_after([peer])
                 if not self._left_s():
                     self._missing([peer], "to connect")
@@ -255,9 +255,9 @@ class _MeshSetup:
             self._look_after(missing)
 
     def _admit(self, connection: socket.socket) -> bool:
-        """Accept a connection as the one that its first message claims to be, if that is true; return whether it is."""
+        """Read a connection's first message; keep the connection if the rank named there made it; return whether it did."""
         try:
-            message = connection.recv(_HELLO.size + 1)  # no buffer for descriptors: the kernel drops them
+            message = connection.recv(_HELLO.size + 1)  # plain ``recv``: the kernel drops any descriptors sent along
         except OSError:
             return False
         if len(message) != _HELLO.size:
@@ -287,7 +287,7 @@ class _MeshSetup:
             dropped.append(fd)
         return dropped
 
-    # The memory.
+    # The methods below exchange the main segments.
 
     def _share(self) -> None:
         self._segments[self._rank] = self._main
@@ -317,7 +317,7 @@ class _MeshSetup:
                 ready.poll(min(self._left_s(), _SLICE_S) * 1e3)
                 continue
             except ConnectionResetError:
-                continue  # the peer ended with unread messages; reported once, before the messages that it sent
+                continue  # the peer ended; the error comes once, before the last messages that it sent
             if not message:
                 self._lost(peer, "gave up while the group was made")
             if not fds:
@@ -327,7 +327,7 @@ class _MeshSetup:
             assert segment.num_bytes == self._main.num_bytes, "ranks made main segments of different sizes"
             return segment
 
-    # Failures.
+    # The methods below raise errors.
 
     def _look_after(self, peers: list[int]) -> None:
         """Raise if one of these ranks has ended."""

@@ -34,7 +34,7 @@ from .engine import PRIVATE_BYTES
 if TYPE_CHECKING:
     from .process_group import SharedMemoryGroup
 
-_CARD: Final = struct.Struct("<iq")  # descriptor in the rank that made the segment; bytes
+_CARD: Final = struct.Struct("<iq")  # the segment's descriptor in the rank that made it; its size in bytes
 _WELL, _ILL = b"+", b"-"  # the first byte of a rank's message: success or failure
 _MOST_WORDS: Final = PRIVATE_BYTES - 1
 _SHMEM_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -42,7 +42,7 @@ _HUGE_PAGE_BYTES: Final = 2 << 20
 # Pages are committed when they are first touched. A request beyond the machine's memory would end in the kernel's OOM
 # killer, long after the call that made it; from this size on, the call checks the available memory first.
 _LOOK_FIRST_BYTES: Final = 16 << 20
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_MADV_POPULATE_WRITE: Final = 23  # since Linux 5.14; commits pages as if each were written to
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 LIBC: Final = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p
@@ -160,7 +160,7 @@ class Segment:
         self._mapping = None
 
     def _commit(self) -> None:
-        # Uses the mapping, so that the kernel's choice of huge pages applies here too.
+        # Commits through the mapping, so that the kernel's choice of huge pages applies here too.
         if LIBC.madvise(self.address, self.num_bytes, _MADV_POPULATE_WRITE):
             number = ctypes.get_errno()
             if number != errno.EINVAL:
@@ -200,7 +200,7 @@ def huge_pages_offered() -> bool:
     """Return whether the kernel gives shared memory huge pages on request."""
     try:
         text = _SHMEM_HUGE_PAGES.read_text()
-    except OSError:  # a kernel without them
+    except OSError:  # a kernel without huge pages for shared memory
         return False
     return any(f"[{word}]" in text for word in ("advise", "within_size", "always", "force"))
 
@@ -212,7 +212,7 @@ def _refuse_size(num_bytes: int, why: str) -> NoReturn:
 
 
 class SharedSegments:
-    """Segments in addition to the group's own, and barriers. Every rank must construct one and make the same calls.
+    """Makes further segments that all ranks of a group map, and barriers. Every rank must construct it and make the same calls.
 
     Args:
         group: the ranks.
@@ -293,7 +293,7 @@ class SharedSegments:
         return found
 
     def _meet_if_well(self, what: bytes, refused: Exception | None, private: bytes = b"") -> list[bytes]:
-        """Wait for all ranks, and raise on all of them if ``refused`` is set on one, so that no rank waits in vain."""
+        """Wait for all ranks, and raise on all if one passes an error as ``refused``; return every rank's ``private``."""
         told = self.meet(what, _ILL + str(refused).encode()[:_MOST_WORDS] if refused else _WELL + private)
         if refused is not None:
             raise refused
@@ -305,7 +305,7 @@ class SharedSegments:
         return [words[1:] for words in told]
 
     def _open(self, rank: int, fd: int) -> int:
-        # Opens the same anonymous file again; the owner's descriptor stays open until the next ``meet``.
+        # Opens another rank's anonymous file again, through /proc; that rank keeps its descriptor open until the next ``meet``.
         path = path_of(f"fd/{fd}", self._pids[rank])
         try:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -361,12 +361,12 @@ class PrivateView:
         finally:
             os.close(pagemap)
         words = torch.frombuffer(bytearray(entries), dtype=torch.int64)
-        # Bit 63: in memory; 62: swapped out, which a page of the file would not be here; 61: a page of the file.
+        # Bits of a page's entry: 63 it is in memory; 62 it is swapped out (only an own copy can be); 61 it is the file's.
         is_own = ((words < 0) & ((words >> 61) & 1 == 0)) | ((words >> 62) & 1 == 1)
         return [(first + int(i)) * mmap.PAGESIZE - self.address for i in is_own.nonzero().flatten()]
 
     def follows(self, segment: Segment, offset_bytes: int) -> bool:
-        """Return whether a change of one byte of the segment shows here, and a change here does not show in the segment."""
+        """Return whether a change of one byte in the segment shows in this view, and a change in the view not there."""
         shared = ctypes.c_uint8.from_address(segment.address + offset_bytes)
         mine = ctypes.c_uint8.from_address(self.address + offset_bytes)
         before = mine.value

@@ -23,7 +23,7 @@ Piece = tuple[int, int, int, int]
 
 
 def take(pieces: Sequence[Piece]) -> None:
-    """Copy memory into buffers without the GIL; whole pages of zeros are not copied, only marked.
+    """Copy memory into buffers without the GIL; a whole page of zeros is not copied, only marked as zero.
 
     The marks of partly covered pages become 1. A page that held other values and becomes zero is cleared.
 

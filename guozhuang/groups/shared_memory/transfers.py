@@ -24,19 +24,19 @@ from .segments import Segment
 # Each message begins with its kind, the name of the dtype, and three numbers, whose meanings depend on the kind.
 MESSAGE: Final = struct.Struct("<4s20sqqq")
 OFFER: Final = b"OFFR"  # sender -> receiver: number of the send, tag, elements; a small payload follows
-ASK: Final = b"ASK "  # receiver -> sender: number; requests the payload
-MEMORY: Final = b"MEMO"  # sender -> receiver: bytes; comes with the descriptor of the memory with the slots
-CHUNK: Final = b"CHNK"  # sender -> receiver: number, slot, bytes; the next part of the payload lies in that slot
-TAKEN: Final = b"TAKN"  # receiver -> sender: slot; it is free again
-DONE: Final = b"DONE"  # receiver -> sender: number; the receiver has the whole payload
-DIFFERS: Final = b"DIFF"  # receiver -> sender: number, elements that the receive expects
-GIVEN_UP: Final = b"GONE"  # sender -> receiver: number, 1; receiver -> sender: number, 0
+ASK: Final = b"ASK "  # receiver -> sender: number of the send; requests its payload
+MEMORY: Final = b"MEMO"  # sender -> receiver: size of the memory with the slots, whose descriptor is sent along
+CHUNK: Final = b"CHNK"  # sender -> receiver: number of the send, slot with the next part of its payload, bytes
+TAKEN: Final = b"TAKN"  # receiver -> sender: number of a slot that is free again
+DONE: Final = b"DONE"  # receiver -> sender: number of a send whose whole payload has arrived
+DIFFERS: Final = b"DIFF"  # receiver -> sender: number of the send, number of elements that the receive expects
+GIVEN_UP: Final = b"GONE"  # number of a send that one side aborted; 1 if the sender did, 0 if the receiver did
 ALONG_BYTES: Final = 16 << 10  # a payload up to this size is sent with its offer
-LONGEST_BYTES: Final = MESSAGE.size + ALONG_BYTES  # of a message
+LONGEST_BYTES: Final = MESSAGE.size + ALONG_BYTES  # size of the longest message
 TAGS: Final = range(-(1 << 63), 1 << 63)  # a tag must fit into a message
 
 
-_SLOT_BYTES: Final = 1 << 20  # few messages for a large payload
+_SLOT_BYTES: Final = 1 << 20  # large, so that a large payload needs few messages
 _FEWEST_CHUNK_BYTES: Final = 256 << 10
 _NUM_SLOTS: Final = 3  # with fewer, both sides would wait for each other
 
@@ -80,7 +80,7 @@ class Slots:
 
     @classmethod
     def adopt(cls, fds: list[int], num_bytes: int) -> Slots:
-        """Map the memory that a message of kind ``MEMORY`` passes on."""
+        """Map the memory whose descriptor came with a message of kind ``MEMORY``."""
         if not fds:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         segment = Segment.adopt(fds[0], num_bytes)
@@ -100,7 +100,7 @@ class Slots:
         return slot, num_bytes
 
     def empty(self, receive: Transfer, slot: int, num_bytes: int) -> None:
-        """Copy a slot to the next bytes of a receive."""
+        """Copy the chunk in a slot to the next bytes of a receive's tensor."""
         ctypes.memmove(receive.address + receive.offset_bytes, self.segment.address + slot * _SLOT_BYTES, num_bytes)
         receive.offset_bytes += num_bytes
 
@@ -154,14 +154,14 @@ class Transfer(PendingWork):
 
     @property
     def what(self) -> str:
-        """Return a description in words, for errors."""
+        """Return a description of this transfer in words, for errors."""
         where = "any rank" if self.peer is None else f"rank {self.peer}"
         kind, way = ("send", "to") if self.is_send else ("recv", "from")
         return f"{kind} of {self.num_elements} {self.dtype} {way} {where} (tag {self.tag})"
 
     @property
     def other(self) -> int | None:
-        """Return the rank at the other end, if it is known."""
+        """Return the rank at the other end of this transfer; None while it is unknown."""
         return self.peer if self.peer is not None else self.sender
 
     def small_payload(self) -> bytes:
@@ -218,7 +218,7 @@ class Transfer(PendingWork):
         return self.lost(peer, pid, f"rank {peer} gave up its side of the {self.what}")
 
     def differs(self, peer: int, dtype: str, num_elements: int) -> MismatchError:
-        """Return the error of a send and a receive that differ; ``dtype`` and ``num_elements`` are the other rank's."""
+        """Return the error for a send and a receive of different dtype or size; the arguments are those of the other rank."""
         mine, other = (self.rank, "sends"), (peer, "receives")
         if not self.is_send:
             mine, other = (self.rank, "receives"), (peer, "sends")
