@@ -28,7 +28,7 @@ def in_process_memory(num_elements: int, dtype: torch.dtype, device: torch.devic
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter's gradients; by ``grad_dtype`` a program may choose one that the parameter has not."""
+    """Return the dtype of a parameter's gradients: the parameter's own, unless the program has set its ``grad_dtype``."""
     return parameter.grad_dtype or parameter.dtype
 
 
@@ -81,7 +81,7 @@ def assign(slots: Sequence[Slot], order: Iterable[int], caps: Caps) -> list[tupl
     open_buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     closed_of: dict[tuple[torch.dtype, torch.device], int] = {}
-    finished: list[tuple[int, tuple[int, ...]]] = []  # (position of the last parameter, the bucket)
+    finished: list[tuple[int, tuple[int, ...]]] = []  # (position in ``order`` of the last parameter, the bucket)
     position_of: dict[int, int] = {}
 
     def close(key: tuple[torch.dtype, torch.device]) -> None:

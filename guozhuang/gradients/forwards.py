@@ -36,7 +36,7 @@ def current_number() -> int:
 
 
 class Forwards:
-    """The graphs that synchronized forwards have made, as ranges of autograd's numbers."""
+    """The graphs that synchronized forwards have made, as ranges of the sequence numbers that autograd gives to nodes."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -47,7 +47,7 @@ class Forwards:
         """Record that backwards through nodes with numbers from ``start`` up to now are to be synchronized."""
         end = current_number()
         if end > start:
-            at = bisect.bisect(self._starts, start)  # not always at the end: each thread has numbers of its own
+            at = bisect.bisect(self._starts, start)  # not always at the end: each thread numbers its own nodes
             self._starts.insert(at, start)
             self._ends.insert(at, end)
         if len(self._starts) > _NUM_KEPT:

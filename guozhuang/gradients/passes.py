@@ -28,7 +28,7 @@ from .buckets import Bucket
 
 @dataclass(frozen=True)
 class ReducerOptions:
-    """How a reducer treats gradients.
+    """Options of a ``Reducer``: how it treats gradients.
 
     Args:
         find_unused: some parameters may get no gradient; after each pass the ranks agree which ones.
@@ -60,19 +60,19 @@ class Pass:
     """
 
     task: int  # autograd's graph task in which the pass began
-    left: list[int]  # number of gradients still to come
-    waiting: list[int]  # number of parameters whose gradients are still to come
-    fired: list[int]  # number of gradients that came
-    shadow: bool = False  # this rank has run out of data and only takes part in the others' exchanges
+    left: list[int]  # by parameter: number of gradients still to come
+    waiting: list[int]  # by bucket: number of parameters whose gradients are still to come
+    fired: list[int]  # by parameter: number of gradients that autograd has accumulated
+    shadow: bool = False  # this rank has run out of data and only takes part in the exchanges of other ranks
     graph_start: int | None = None  # autograd's sequence number at the beginning, if this backward itself makes a graph
     num_fired: int = 0
     next_bucket: int = 0
-    works: list[Work | None] = field(default_factory=list)  # None: nothing was started for that bucket
-    others: list[object] = field(default_factory=list)  # works other than of buckets, see [Note: who drops a work last]
+    works: list[Work | None] = field(default_factory=list)  # by bucket: its exchange; None: not started
+    others: list[object] = field(default_factory=list)  # further works, kept: see [Note: who drops a work last]
     order: list[int] = field(default_factory=list)
     predicted_unused: list[int] = field(default_factory=list)
-    on_timeline: dict[int, tuple[Work, int]] = field(default_factory=dict)  # by bucket: work that runs, its start in ns
-    watchers: list[SerialWork] = field(default_factory=list)  # wait to record the ends of works
+    on_timeline: dict[int, tuple[Work, int]] = field(default_factory=dict)  # by bucket: running exchange, start in ns
+    watchers: list[SerialWork] = field(default_factory=list)  # threads' jobs that record when exchanges end
 
 
 def late_gradient(name: str, options: ReducerOptions, rank: int) -> RuntimeError:
@@ -97,7 +97,7 @@ def record_start(current: Pass, bucket: Bucket, work: Work, start_ns: int, timel
         return
 
     def watch() -> None:
-        with contextlib.suppress(RuntimeError):  # the pass waits for the same work, and raises the error
+        with contextlib.suppress(RuntimeError):  # ignored here: the pass waits for the same work, and raises its error
             work.wait()
         _add_exchange(timeline, bucket.index, start_ns)
 
@@ -105,7 +105,7 @@ def record_start(current: Pass, bucket: Bucket, work: Work, start_ns: int, timel
 
 
 def record_ends(current: Pass, timeline: Timeline, at_end: bool = False) -> None:
-    """Record exchanges that have ended since the last call; with ``at_end``, record all as ended."""
+    """Record on the timeline the exchanges that have ended since the last call; with ``at_end``, record all as ended."""
     for index, (work, start_ns) in list(current.on_timeline.items()):
         if at_end or work.is_completed():
             _add_exchange(timeline, index, start_ns)
@@ -119,7 +119,7 @@ def _add_exchange(timeline: Timeline, index: int, start_ns: int) -> None:
 
 
 def weakly(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """Return a hook that calls a bound method while its object lives, and else returns None; it does not keep the object."""
+    """Return a hook that calls a bound method as long as its object lives, without keeping the object alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(*_: Any) -> Any:

@@ -66,10 +66,10 @@ class Reducer:
         self._candidates = list(named_parameters)
         self._sparse = sparse
         self._unused = UnusedReport(group)
-        self._lock = threading.RLock()  # a model on several devices has a backward thread per device
+        self._lock = threading.RLock()  # autograd runs backward in one thread per device, and each calls hooks
         self._selections: dict[Any, Selection] = {}
         self._pass: Pass | None = None
-        self._last_pass: Pass | None = None  # see [Note: who drops a work last]
+        self._last_pass: Pass | None = None  # keeps its works: see [Note: who drops a work last] in passes.py
         self._pass_since_forward = False
         self._forwards = Forwards()
         self._forward_start = current_number()
@@ -82,7 +82,7 @@ class Reducer:
         self._selection = self._find_selection()
         self._connect()
 
-    # ---- which parameters, which buckets ------------------------------------------------------------------------------
+    # ---- These methods choose the parameters that take part, and their buckets. ----------------------------------------
 
     def _sign(self) -> tuple[tuple[bool, torch.dtype, torch.device], ...]:
         return tuple((p.requires_grad, p.dtype, p.device) for _, p in self._candidates)
@@ -95,7 +95,7 @@ class Reducer:
             delayed, trigger = self.options.delayed, self.options.trigger
             selection = Selection(chosen, self._sparse, self.caps, zeros_for(self.group), delayed, trigger)
         self._selections[self._signature] = selection
-        if len(self._selections) > _KEPT_SELECTIONS:  # each keeps the memory of its buckets
+        if len(self._selections) > _KEPT_SELECTIONS:  # keep few: each holds the memory of its buckets
             del self._selections[next(iter(self._selections))]
         return selection
 
@@ -124,12 +124,13 @@ class Reducer:
         return self._selection.placement.layout
 
     def use(self, exchange: GradientExchange[Any]) -> None:
-        """Exchange gradients by this method from now on. Every rank must call it, between steps."""
+        """Exchange gradients by the method ``exchange`` from now on. Every rank must call it, between steps."""
         before = self._state if exchange is self.exchange else None
         self.exchange = exchange
         dense = self._selection.placement.dense
         self._state = exchange.prepare(dense, self.group, before)
-        # On accelerators callbacks of works run as soon as the works are issued, so later rounds are issued in order anyway.
+        # Whether to wait for each exchange of several rounds before the next one starts, so that all ranks issue one order.
+        # Not on accelerators: there callbacks, which issue later rounds, run as soon as a work is issued, so in order anyway.
         self._in_turn = not exchange.one_round and any(bucket.flat.device.type == "cpu" for bucket in dense)
 
     def exchange_state(self) -> dict[str, Any]:
@@ -198,10 +199,10 @@ class Reducer:
                 )
             )
 
-    # ---- a pass (see [Note: one pass]) ------------------------------------------------------------------------------
+    # ---- These methods run a pass. See [Note: one pass]. -------------------------------------------------------------
 
     def after_forward(self, outputs: Sequence[Tensor]) -> None:
-        """Average the gradients of backwards through this forward; :meth:`before_forward` was called at its beginning.
+        """Record a forward whose backwards average gradients over the ranks; :meth:`before_forward` was called when it began.
 
         Args:
             outputs: the tensors with a graph that the forward returned.
@@ -306,7 +307,7 @@ class Reducer:
             if not views.filled[i]:
                 views.fill(i, keep=not self._is_used(current, i))
         if bucket.sparse or (self.options.skip_unused and not any(self._is_used(current, i) for i in members)):
-            current.works.append(None)  # sparse buckets are exchanged when backward has ended
+            current.works.append(None)  # not now: sparse buckets are exchanged when backward has ended
             return
         timeline, step = self.timeline, self.step if self.exchange_step is None else self.exchange_step()
         start_ns = 0 if timeline is None else timeline.now()
@@ -318,11 +319,11 @@ class Reducer:
             self._wait(bucket.index, work)
 
     def _is_used(self, current: Pass, index: int) -> bool:
-        if current.shadow:  # without a backward here: assume the same parameters as in this rank's last pass
+        if current.shadow:  # no backward runs on this rank: assume that it uses the parameters of its last pass
             return not self._selection.unused_last[index]
         return current.fired[index] > 0 or self._selection.accumulated[index]
 
-    # ---- the end of a pass --------------------------------------------------------------------------------------------
+    # ---- These methods end a pass. -------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         with self._lock:
@@ -365,7 +366,7 @@ class Reducer:
         used = [True] * n
         if asking is not None:
             used = selection.used_in_first_pass = asking.result()
-        elif self.options.static_graph:  # agreed once; unsynchronized backwards are the same on all ranks
+        elif self.options.static_graph:  # agreed in the first pass; further uses are alike on all ranks
             used = [a or b for a, b in zip(selection.used_in_first_pass, used_here, strict=True)]
         elif self.options.skip_unused:  # the view of a bucket that was not sent holds no result
             used = [current.works[b] is not None or self.buckets[b].sparse for b in selection.placement.bucket_of]
@@ -417,4 +418,4 @@ class Reducer:
             if self.options.static_graph:
                 selection.expected = current.fired
             if any(current.fired[i] for i in current.predicted_unused):
-                selection.predictable = False  # gradients come from inner backwards that the outer graph does not show
+                selection.predictable = False  # inner backwards, which the outer graph does not show, make gradients

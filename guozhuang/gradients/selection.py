@@ -71,7 +71,7 @@ class Selection:
         self._lay_out(self._assign(range(n - 1, -1, -1)))
 
     def take_over(self, other: Selection) -> None:
-        """Copy from another selection which parameters hold gradients that were not synchronized yet."""
+        """Copy from another selection the flags of parameters whose ``.grad`` was not synchronized yet."""
         accumulated = {id(p) for p, flag in zip(other.parameters, other.accumulated, strict=True) if flag}
         self.accumulated = [id(p) in accumulated and p.grad is not None for p in self.parameters]
         self.seen = self.accumulated.copy()
@@ -129,7 +129,7 @@ class Selection:
         """Return the indices of parameters that the running backward will not reach, as autograd's engine knows beforehand."""
         try:
             return [i for i, node in enumerate(self.nodes) if not torch._C._will_engine_execute_node(node)]
-        except RuntimeError:  # torch.autograd.grad(..., parameters), which accumulates nothing; the pass is dropped
+        except RuntimeError:  # torch.autograd.grad runs, which accumulates nothing; the pass will be dropped
             return []
 
     def missing(self) -> list[str]:
@@ -139,13 +139,13 @@ class Selection:
         return missing
 
     def propose_order(self, came: Sequence[int]) -> list[int]:
-        """Return all indices in the order in which last gradients came; then those without a gradient, in reverse order."""
+        """Return all parameters' indices: by the time of each one's last gradient, then those without one, highest first."""
         last_place = {index: place for place, index in enumerate(came)}
         n = len(self.parameters)
         return sorted(range(n), key=lambda i: last_place.get(i, len(came) + n - i))
 
     def adopt_order(self, order: Sequence[int]) -> None:
-        """Order the buckets like this from the next :meth:`renew` on; every rank calls it with the same order."""
+        """Plan buckets by this order of parameters; :meth:`renew` applies the plan. Every rank calls it with the same order."""
         self.learning = False
         if not self.restored:
             self._new_layout = self._assign(order)

@@ -1,4 +1,4 @@
-"""Exchanges gradients once per optimizer step, after any number of backwards, and leaves ``p.grad`` this rank's own gradient.
+"""Exchanges gradients once per optimizer step, after any number of backwards; ``p.grad`` stays this rank's own gradient.
 
 [Note: sent early and changed] A bucket can be sent while backward still computes the gradients of others, but its gradients
 may still change before the step: by another backward, by unscaling, by hand. The step must use the gradients
@@ -34,7 +34,7 @@ PATIENCE_STEPS = 50
 
 @dataclass
 class _StepState:
-    """What is known of the present step. Lists are by bucket index, but ``versions`` is by parameter index.
+    """The state of the current step. Lists are by bucket index, but ``versions`` is by parameter index.
 
     Attributes:
         works: the exchanges that run.
@@ -95,7 +95,7 @@ class StepReducer:
         self._may_send_early = may_send_early and exchange.repeatable
         self._sends_early, self._patience_steps = False, 0
         self._views = GradientViews(parameters, placement)
-        self._is_zero = [True] * len(parameters)  # whether the parameter's view surely holds zeros
+        self._is_zero = [True] * len(parameters)  # by parameter: whether its view is known to hold zeros
         self._now = self._new_step()
 
     @property
@@ -116,7 +116,7 @@ class StepReducer:
         self.exchange.load_state_dict(self.state, saved["exchange"])
         self.step = int(saved["step"])
 
-    # ---- while backward runs --------------------------------------------------------------------------------------------
+    # ---- These methods run while backward runs. -------------------------------------------------------------------------
 
     def on_gradient(self, index: int) -> None:
         """Put a gradient that autograd has accumulated into its bucket, and start the buckets that are full."""
@@ -152,7 +152,7 @@ class StepReducer:
         self._is_zero[index] = False
         if not handed.holds(index, gradient):
             check_gradient(gradient, parameter, self._names[index], self._group.rank())
-            handed.hand(index)  # replaces the tensor if the program has given it other memory since the step began
+            handed.hand(index)  # a new tensor, if the program gave the last one other memory in this step
             self._views.fill(index)
 
     def _start_next(self) -> None:
@@ -164,7 +164,7 @@ class StepReducer:
 
     def _start(self, bucket: Bucket) -> None:
         work = self._now.works[bucket.index] = self.exchange.start(bucket, self.state, self.step)
-        if not self.exchange.one_round and bucket.flat.device.type == "cpu":  # else later rounds could interleave
+        if not self.exchange.one_round and bucket.flat.device.type == "cpu":  # one bucket's rounds after the other's
             work.wait()
 
     def _start_rest(self) -> None:
@@ -176,7 +176,7 @@ class StepReducer:
                     self._now.is_calm = False
             self._start_next()
 
-    # ---- at the step ----------------------------------------------------------------------------------------------------
+    # ---- These methods run at the optimizer step. -----------------------------------------------------------------------
 
     def agree(self) -> list[bool]:
         """Start all buckets that were not sent early, and find out which parameters were used. Every rank must call it.
@@ -224,7 +224,7 @@ class StepReducer:
         self._sends_early = self._may_send_early and self._patience_steps == 0
 
     def start_over(self) -> None:
-        """Begin a new step. Waits for the results of buckets that nobody has waited for."""
+        """Begin a new step, after waiting for the exchanges for which :meth:`wait` was not called."""
         for work in self._now.works:
             if work is not None:
                 work.wait()

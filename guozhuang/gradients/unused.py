@@ -16,7 +16,7 @@ from ..groups import StepNotices
 
 
 class UnusedReport:
-    """Reports parameters without a gradient on any rank. Every rank must construct its reports, in the same order.
+    """Reports parameters that got no gradient on some rank. Every rank must construct its reports, in the same order.
 
     Args:
         group: the ranks.

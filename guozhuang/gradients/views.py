@@ -68,7 +68,7 @@ class HandedOut:
         return tensor
 
     def accumulating(self, parameters: Sequence[Tensor], indices: Iterable[int]) -> bool:
-        """Return whether any of these parameters' ``.grad`` is in its place now, so that autograd would add to it.
+        """Return whether the ``.grad`` of any of these parameters lies in its view now, so that autograd would add to it.
 
         Handed-out tensors to which the program has given other memory are replaced by new ones. This may leave out tensors that
         are still in ``p.grad``: :meth:`holds` checks those.
@@ -133,8 +133,8 @@ class GradientViews:
         self.filled = [False] * len(self._parameters)
         for b in range(len(self._placement.buckets)):
             self._leave_kept(b)
-        self._kept: dict[int, Tensor] = {}  # gradients from before the pass, of parameters unused here in the pass
-        self._graphs: dict[int, Tensor] = {}  # gradients of backward(create_graph=True)
+        self._kept: dict[int, Tensor] = {}  # of parameters that this pass did not use here: the gradient from before
+        self._graphs: dict[int, Tensor] = {}  # gradients with a graph, of backward(create_graph=True)
 
     def end(self) -> None:
         """End a pass: release the gradients that were kept for :meth:`settle`."""
@@ -163,7 +163,7 @@ class GradientViews:
             self._take_views(b)
 
     def fill(self, index: int, keep: bool = False) -> None:
-        """Copy the gradient, scaled, into its view; zeros where there is none.
+        """Copy a parameter's gradient, scaled, into its view in the bucket; zeros if it has no gradient.
 
         Args:
             index: index of the parameter.
@@ -244,6 +244,6 @@ class GradientViews:
             parameter.grad = self.handed.hand(index)
 
     def show(self, index: int) -> None:
-        """Make the result the gradient on a rank that has run out of data: a sharded optimizer steps there too."""
+        """Make the exchange's result the ``.grad`` on a rank that has run out of data: a sharded optimizer steps there too."""
         if self._views[index] is not None:
             self._parameters[index].grad = self.handed.hand(index)

@@ -1,4 +1,4 @@
-"""A channel: some ranks that negotiate collectives with each other, by submissions and a thread that carries out the rounds.
+"""A channel: ranks that submit collectives by name, and threads that agree in rounds which are ready and carry them out.
 
 [Note: threads of a channel] Any thread may submit or wait; one thread of the channel takes part in the rounds and carries out
 their decisions. ``_changed`` guards the state that both use: new and pending handles, the pace, the end of the channel. The
@@ -44,7 +44,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 
 
 class Pace:
-    """Decides when a round begins. It reads no clock: every time is an argument, in seconds. See [Note: pace].
+    """Decides when a rank begins a round. It reads no clock: every time is an argument, in seconds. See [Note: pace].
 
     Args:
         cycle_time_ms: time between the beginnings of two rounds; None: no fixed cycle, see [Note: pace].
@@ -103,7 +103,7 @@ class Pace:
         return max(now, self._ended + pause_s)
 
     def begins(self, now: float) -> None:
-        """Record that a round begins, and takes in all new submissions."""
+        """Record that a round begins, which includes all new submissions."""
         self._began = now
         self._num_fresh, self._fresh_bytes = 0, 0
 
@@ -179,7 +179,7 @@ class NamedChannel:
         if os.getpid() != self._process:
             self._refuse_process()
         request, ready = request_of(submission, self.size), None
-        if request.device != "cpu":  # see [Note: streams of a channel]
+        if request.device != "cpu":  # see [Note: streams of a channel] in execution.py
             ready = torch.accelerator.current_stream(submission.tensors[0].device).record_event()
         handle = Handle(submission, request, self._hurry, time.monotonic(), ready)
         with self._changed:
@@ -231,7 +231,7 @@ class NamedChannel:
         return self._rounds.num_full_rounds
 
     def pending_since(self) -> dict[str, float]:
-        """Return the pending names with the monotonic time of each submission; for a join, that of the last round if later."""
+        """Return the pending names with the monotonic time of each submission; for a join, the last round's time if later."""
         with self._changed:
             return {
                 name: handle.since if handle.request.kind != Kind.JOIN else max(handle.since, self._last_round_s)
@@ -241,7 +241,7 @@ class NamedChannel:
     # ---- The end of the channel; only the engine calls these.
 
     def leave(self) -> None:
-        """Begin to leave the channel: the thread does so in the next round, without waiting for it here."""
+        """Ask the channel's thread to leave the channel in the next round, and return at once."""
         with self._changed:
             self._leaves = self._pace.is_urgent = True
             self._changed.notify_all()
@@ -278,7 +278,7 @@ class NamedChannel:
             self._executor.close()
             self._groups.close()
 
-    # ---- The thread.
+    # ---- These methods run on the channel's thread, except the first two.
 
     def _refuse_process(self) -> NoReturn:
         """Raise UsageError: a forked process has neither the thread nor the connections, so no handle would ever end there."""
@@ -305,7 +305,7 @@ class NamedChannel:
             if self._ended is None:
                 try:
                     self._engine.broke(self, error)
-                except BaseException:  # fail the pending handles, or their threads would wait for ever
+                except BaseException:  # fail the pending handles, or threads would wait for them for ever
                     self.stop(NegotiationError(str(error)))
                     raise
 
@@ -329,7 +329,7 @@ class NamedChannel:
         outcome = self._rounds.hold([(each.submission.name, each.request) for each in fresh], leaves, knobs)
         del fresh
         with self._changed:
-            if self._ended is not None:  # handles have failed; without them this rank would send zeros in their place
+            if self._ended is not None:  # stopped meanwhile: without its failed handles this rank would send zeros
                 return False
             handles = {each.name: self._pending[each.name] for each in outcome.responses if each.name in self._pending}
         zeros_are_due = self._rounds.has_joined or outcome.last_joined is not None

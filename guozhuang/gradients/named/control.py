@@ -1,4 +1,4 @@
-"""The groups of a channel, which carry the messages of its rounds and its data.
+"""The process groups of a channel, which carry the messages of its rounds and its data.
 
 [Note: an idle peer is no error] A rank with a pending request waits in a round until all other ranks have one, too, which may
 take an hour. So, once the group for the rounds is made, its time-out is set to a week, and the engine's watch (stalls.py) keeps
@@ -73,13 +73,13 @@ class ChannelGroups:
             if isinstance(self.device, PythonGroup):
                 self.cpu = self.device
         cpu = {"cpu"} if isinstance(group, SharedMemoryGroup) else set()
-        # What all messages but long ones fit into; kept, because a round takes little longer than to make it anew.
+        # Buffers for the first block of each rank's message; kept, because making them would take as long as a round.
         self._given = torch.zeros(_BLOCK, dtype=torch.uint8)
         self._taken = torch.zeros(size, _BLOCK, dtype=torch.uint8)
         self.averages = frozenset(cpu | ({"cuda"} if cpu or "nccl" in kinds else set()))
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, in rank order. One thread of each rank calls it, in the same order on all ranks."""
+        """Send this rank's message to all ranks; return all messages, in rank order. Every rank calls it, from one thread."""
         if self._size == 1:
             return [message]
         data = len(message).to_bytes(_LENGTH, "little") + message
@@ -105,7 +105,7 @@ class ChannelGroups:
         self._control = self.cpu = self.device = None  # gloo's connections end with the last reference
 
     def _gathered(self, data: bytes, given: torch.Tensor, taken: torch.Tensor) -> list[bytes]:
-        """Return the data of all ranks, each followed by any bytes up to the length of ``given``, by way of these buffers."""
+        """Gather all ranks' data through these buffers; each result is as long as ``given``, with any bytes at its end."""
         given.numpy().data[: len(data)] = data
         collectives.all_gather(taken.view(-1), given, self._control)
         return [each.tobytes() for each in taken.numpy()]
@@ -118,7 +118,7 @@ class ChannelGroups:
 
 
 def _abort(group: Any) -> None:
-    """Abort those backends of a group of PyTorch that can be aborted, as NCCL. See [Note: what a device has begun]."""
+    """Abort the backends of a PyTorch group that can be aborted, such as NCCL. See [Note: what a device has begun]."""
     for device in group._device_types:
         with contextlib.suppress(Exception):
             group._get_backend(device).abort()

@@ -171,7 +171,7 @@ class NamedEngine:
         self._notices.close()
         self.stop_timeline()
 
-    # ---- How channels begin and end.
+    # ---- These methods make channels and end them.
 
     def _begin(self, settings: Settings) -> NamedChannel:
         tuner = refusal = None
@@ -194,7 +194,7 @@ class NamedEngine:
         agree(self._group, what, lines, self._limit_s, fix, self._look)
 
     def _look(self) -> None:
-        """Raise NegotiationError if the engine has failed or another rank is lost, so that no rank waits for it in vain."""
+        """Raise NegotiationError if the engine has failed or another rank is lost; called while this rank waits for others."""
         self._raise_failure()
         self._notices.read_processes()
         if lost := self._lost(0.0):
@@ -211,7 +211,7 @@ class NamedEngine:
         with self._lock:
             self._channels = [*self._channels, channel]
             stands_still = self.failure is not None or self._closed
-        if stands_still:  # the thread that ended all channels did not see this one, if it was added later
+        if stands_still:  # the thread that stopped all channels may not have seen this new one
             channel.stop(NegotiationError("the engine stands still"))
             channel.abort()
             if channel.wait_left(_END_S):
@@ -237,7 +237,7 @@ class NamedEngine:
         alone = [each for each in channels if not each.wait_left(max(0.0, deadline - time.monotonic()))]
         if alone and self._closed:
             self._notices.report(f"rank {self._rank} has shut down")
-        for channel in alone:  # before handles fail here: other ranks must not complete those collectives
+        for channel in alone:  # before handles fail on this rank: other ranks must not complete those collectives
             channel.abort()
         text = explain("negotiated collectives were shut down on this rank", rank=self._rank)
         for channel in channels:
@@ -248,10 +248,10 @@ class NamedEngine:
             else:
                 _LOG.debug("rank %d: a thread is still in a collective of ranks %s", self._rank, channel.ranks)
 
-    # ---- How the engine fails; channels call the first three. See [Note: failing together].
+    # ---- These methods handle failures; channels call the first three. See [Note: failing together].
 
     def touch(self) -> None:
-        """Wake the watch, because a collective was submitted."""
+        """Wake the thread that watches for stalls, because a collective was submitted."""
         self._watch.touch()
 
     def left(self, channel: NamedChannel, text: str) -> None:
@@ -263,16 +263,16 @@ class NamedEngine:
         """End the engine, because a channel's thread ended with an error; called from that thread."""
         with self._lock:
             if self._closed or channel not in self._channels:
-                return  # its groups were broken on purpose, and it is about to be stopped
+                return  # no failure: this rank broke the channel's groups itself, to end it
             if self.failure is not None:
-                return  # the thread that found the first failure stops this channel, too
+                return  # the thread that found the first failure also stops this channel
             self.failure = NegotiationError(str(error))  # replaced as soon as the cause is known
         _LOG.debug("rank %d: a channel of ranks %s broke", self._rank, channel.ranks, exc_info=error)
         for each in self._channels:
             each.abort()
         try:
             text = self._why(channel, error)
-        except Exception as another:  # any error at all: waiting threads must still get a failure
+        except Exception as another:  # whatever it is, threads that wait must still get a failure
             _LOG.debug("rank %d: the cause was not found out", self._rank, exc_info=another)
             text = explain(f"negotiated collectives cannot go on: {error}", rank=self._rank)
         self._fail(text, error)
@@ -290,7 +290,7 @@ class NamedEngine:
             failure.__cause__ = cause
         self.failure = failure
         try:
-            self._notices.report(text)  # first, because a thread here that gets the failure may end the process
+            self._notices.report(text)  # before handles fail: a thread that gets the failure may end the process
             for channel in self._channels:
                 channel.abort()
         finally:
@@ -298,8 +298,8 @@ class NamedEngine:
                 channel.stop(failure)
 
     def _why(self, channel: NamedChannel, error: BaseException) -> str:
-        """Return the text of the error for what ended the engine; it names the lost rank if that can be found out."""
-        if not isinstance(error, CarrierError):  # no lost peer causes such an error; see [Note: whose error]
+        """Return the error text for what ended the engine; the text names the lost rank if that can be found out."""
+        if not isinstance(error, CarrierError):  # not from a lost peer: see [Note: whose error] in collectives.py
             what = f"negotiated collectives ended after {type(error).__name__}: {error}"
             return explain(what, rank=self._rank, fix="mend the cause")
         if text := self._lost(_PATIENCE_S):
@@ -311,9 +311,9 @@ class NamedEngine:
         return explain(what, rank=self._rank, fix=_FIX)
 
     def _lost(self, patience_s: float) -> str:
-        """Return a text on ranks that have ended, or what other ranks wrote; "" if nothing is found within the time."""
+        """Return a text about ranks that have ended or reported a failure; "" if none is found within ``patience_s``."""
         ended, reports = self._notices.ends(patience_s)
-        if reports:  # a rank that fails writes the cause before it ends
+        if reports:  # they come first: a rank that fails writes the cause before it ends
             causes = "; ".join(dict.fromkeys(reports[rank] for rank in sorted(reports)))
             return explain(f"negotiated collectives cannot go on: {causes}", rank=self._rank)
         if ended:

@@ -29,7 +29,7 @@ from .submission import Handle, Kind, Reduction, Submission
 
 # Larger tensors are sent alone: packing pays only where a message costs more than copying its bytes.
 _PACKED_BYTES: Final = {Kind.ALLREDUCE: 1 << 20, Kind.BROADCAST: 256 << 10}
-_NUM_TAKEN: Final = 100  # uses of a buffer after which it may shrink to the most that they needed
+_NUM_TAKEN: Final = 100  # uses of a buffer after which it shrinks if they needed less than half of it
 
 
 def batches(responses: Sequence[Response], threshold_bytes: int, fuse_groups: bool) -> list[list[Response]]:
@@ -51,7 +51,7 @@ def batches(responses: Sequence[Response], threshold_bytes: int, fuse_groups: bo
         num_alike[key] -= 1
         taken, passed, passed_bytes = [first], [], 0
         looks, num_ahead = key is not None and num_bytes < threshold_bytes, num_alike[key]
-        while looks and num_ahead:  # num_ahead: how many of the same key remain, to end the search early
+        while looks and num_ahead:  # num_ahead: how many responses with this key remain
             other = response, other_key, more = left.popleft()
             num_ahead -= other_key == key
             if other_key == key and num_bytes + more <= threshold_bytes:
@@ -112,7 +112,7 @@ _Part: TypeAlias = tuple[int, Tensor | None, Tensor | None]
 
 
 class Executor:
-    """Carries out batches on this rank. One thread uses it.
+    """Carries out batches of collectives on this rank. Only one thread may use it.
 
     Args:
         group: the group for tensors on accelerators.

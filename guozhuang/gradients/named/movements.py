@@ -1,6 +1,6 @@
 """All-gather, broadcast, all-to-all and reduce-scatter: the collectives other than all-reduce.
 
-Every rank of the group must call them. But for reduce-scatter, tensors are sent as bytes, so every group can send every dtype.
+Every rank of the group must call them. Except in reduce-scatter, tensors are sent as bytes, so any group can send any dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The description of a submission that other ranks get: made from it, sent as JSON, and compared between ranks.
+"""Requests: descriptions of submissions, which ranks send each other as JSON and compare.
 
 Data from peers is parsed as JSON and never executed.
 """
@@ -26,7 +26,7 @@ _NEEDS_ROWS: Final = (Kind.ALLGATHER, Kind.REDUCESCATTER, Kind.ALLTOALL)
 
 
 class NamedRequest(NamedTuple):
-    """One rank's submission under a name, without its data. Two are equal if they lead to the same collective.
+    """One rank's submission under a name, without its data. Two requests are equal if they lead to the same collective.
 
     Attributes:
         shapes: shapes of the tensors.
@@ -53,7 +53,7 @@ class NamedRequest(NamedTuple):
 
 
 class Response(NamedTuple):
-    """The requests of all ranks under one name, complete but for ranks that have joined, and whether they fit together.
+    """The requests of all ranks for one name, except of ranks that have joined, and the error if they do not fit together.
 
     Attributes:
         name: name of the submissions.
@@ -97,7 +97,7 @@ class Message(NamedTuple):
 
 
 def _plain(value: Kind | torch.dtype) -> str:
-    """Return the text that stands in a message for a value that JSON does not have."""
+    """Return the text that a message has in place of a ``Kind`` or a dtype, which JSON cannot encode."""
     return value.value if isinstance(value, Kind) else str(value).removeprefix("torch.")
 
 
@@ -201,7 +201,7 @@ def _splits(submission: Submission, size: int) -> tuple[int, ...]:
     if len(submission.tensors) != 1:
         _refuse(submission, "alltoall takes one tensor", len(submission.tensors))
     tensor, splits = submission.tensors[0], submission.splits
-    num_rows = tensor.shape[0] if tensor.ndim else 0  # difference() reports a tensor without dims on all ranks
+    num_rows = tensor.shape[0] if tensor.ndim else 0  # no dims: refused later, on all ranks, by difference()
     if splits is None:
         if num_rows % size:
             _refuse(submission, f"the first dim does not divide by {size} ranks", num_rows, "give splits")
@@ -221,7 +221,7 @@ def _refuse(submission: Submission, what: str, value: object, fix: str = "") -> 
 
 
 def difference(name: str, requests: Mapping[int, NamedRequest], ranks: Sequence[int]) -> str | None:
-    """Return in which property the requests differ, or why they cannot be carried out; None if they can.
+    """Return a text on how requests differ, or why they cannot be carried out; None if they can.
 
     Args:
         name: name of the submissions.

@@ -65,8 +65,8 @@ class Rounds:
     ) -> None:
         self._exchange, self._rank, self._ranks, self._capacity = exchange, rank, ranks, cache_capacity
         self._uses_numbers = cache_capacity > 0
-        self._requested: dict[str, dict[int, NamedRequest]] = {}  # the table, by name and rank
-        self._known: dict[int, Response] = {}  # by number; the least recently used first
+        self._requested: dict[str, dict[int, NamedRequest]] = {}  # the table of [Note: rounds], by name and rank
+        self._known: dict[int, Response] = {}  # responses by number; the least recently used first
         self._numbers: dict[str, int] = {}
         self._unused = itertools.count(1)
         self.joined: list[int] = []
@@ -74,7 +74,7 @@ class Rounds:
 
     @property
     def has_joined(self) -> bool:
-        """Whether this rank has joined."""
+        """Whether this rank has joined, that is, has no more data."""
         return self._rank in self.joined
 
     def hold(
@@ -90,7 +90,7 @@ class Rounds:
         own = Message([self._number_of(*each) or each for each in fresh], leaves, knobs)
         sent, outcome, is_full = own.encoded(), RoundOutcome(), False
         for rank, data in enumerate(self._exchange(sent)):
-            message = own if data == sent else Message.decoded(data)  # mostly all ranks send the same
+            message = own if data == sent else Message.decoded(data)  # equal messages are common
             for each in message.requests:
                 if isinstance(each, int):
                     known = self._known[each]
@@ -140,7 +140,7 @@ class Rounds:
         if self._uses_numbers and error is None:
             if number is None:
                 number = self._numbers[name] = next(self._unused)
-            self._known.pop(number, None)  # a number that is set anew is the most recently used one
+            self._known.pop(number, None)  # removed and set again: the most recently used is last
             self._known[number] = response
             if len(self._known) > self._capacity:
                 del self._numbers[self._known.pop(next(iter(self._known))).name]

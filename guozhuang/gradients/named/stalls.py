@@ -52,9 +52,9 @@ class EngineStore:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._node = node_identity(SHARE_MEMORY)
-        self._processes: dict[int, Process] = {}  # by rank, of ranks whose cards were read
+        self._processes: dict[int, Process] = {}  # by rank, as far as they have been read
         self._client = Client(_STORE_S, retries=True, starts=True)
-        self._notices = StoreNotices(store, rank, size)  # of step 0: why ranks left or failed
+        self._notices = StoreNotices(store, rank, size)  # all under step 0: why ranks left or failed
         store.set(f"card/{rank}", str(this_process(self._node)))
 
     def close(self) -> None:
@@ -62,14 +62,14 @@ class EngineStore:
         self._client.close()
 
     def read_processes(self) -> None:
-        """Read the process (node and pid) of each rank that has written its card; every rank does so on construction."""
+        """Read the process (node and pid) of each rank that has written it to the store; every rank does so on construction."""
         with contextlib.suppress(RuntimeError):
             for rank in set(range(self._size)) - self._processes.keys():
                 process = self._client.call(functools.partial(roll_call.process_of, self._store, "card", rank))
                 if process is not None:
                     self._processes[rank] = process
 
-    # ---- Failures.
+    # ---- These methods are about ranks that leave or fail.
 
     def report(self, cause: str) -> None:
         """Write to the store why this rank leaves or has failed; ignore a store that does not answer."""
@@ -96,15 +96,15 @@ class EngineStore:
                 return ended, {rank: text for rank, text in reports.items() if rank in ended} if ended else reports
             time.sleep(_LOOK_S)
 
-    # ---- Stalls. Only the engine's watch calls these; they raise RuntimeError if the store does not answer.
+    # ---- Only the watch thread calls these, about stalls; they raise RuntimeError if the store does not answer.
 
     def publish(self, pending: Mapping[int, Sequence[str]]) -> None:
-        """Write which names this rank has pending, by the number of their channel."""
+        """Write to the store which names are pending on this rank, by the number of their channel."""
         text = json.dumps(pending)
         self._client.call(lambda: self._store.set(f"pending/{self._rank}", text))
 
     def pending(self) -> dict[int, dict[int, list[str]]]:
-        """Return the pending names that ranks have written, by rank and channel."""
+        """Return the pending names that ranks have written to the store, by rank and number of the channel."""
         found = {}
         for rank in range(self._size):
             key = f"pending/{rank}"
@@ -124,7 +124,7 @@ class StallWatch:
         stop_s: age of a submission, in seconds, at which everything pending fails.
         channels: returns the engine's channels.
         stop: ends the engine on this rank with an error.
-        tick_s: seconds between two looks.
+        tick_s: seconds between two looks at the pending submissions.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ class StallWatch:
         self._is_awake, self._closed = threading.Event(), threading.Event()
         self._next_warning = 0.0
         self._published: dict[int, list[str]] = {}
-        self.num_looks = 0  # looks that used the store
+        self.num_looks = 0  # number of looks at the pending names that used the store
         self._thread = threading.Thread(target=self._work, name="guozhuang negotiated watch", daemon=True)
         self._thread.start()
 
     def touch(self) -> None:
-        """Wake the watch, because a collective was submitted."""
+        """Wake the watch thread, because a collective was submitted."""
         if not self._is_awake.is_set():
             self._is_awake.set()
 

@@ -95,7 +95,7 @@ class Submission:
 
 
 class Handle:
-    """The future result of a submission. Any thread may call ``done`` and ``wait``; the rest is for the channel.
+    """The future result of a submission. Any thread may call ``done`` and ``wait``; only the channel calls other methods.
 
     Attributes:
         received_splits: after ``wait()`` of an all-to-all: how many rows came from each rank.
@@ -124,12 +124,12 @@ class Handle:
         self.launched: tuple[torch.device, torch.Event] | None = None
         self.is_wanted = self.has_ended = False
         self._hurry = hurry
-        self._ended = threading.Lock()  # held until the end; a lock is the cheapest object to wait for
+        self._ended = threading.Lock()  # held until the collective has ended; a lock is the cheapest object to wait for
         self._ended.acquire()
         self._error: NegotiationError | None = None
 
     def done(self) -> bool:
-        """Return at once whether it was completed or has failed; if neither, the channel starts its next round early."""
+        """Return at once whether the collective was completed or has failed; if neither, make the next round begin early."""
         if not self.has_ended:
             if not self.is_wanted:
                 self._hurry(self)
