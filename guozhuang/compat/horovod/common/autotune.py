@@ -28,7 +28,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.gradients.named import Knobs, Settings
 
 SCORES_PER_SAMPLE: Final = 5
-# The search tries fusion thresholds from 0 to this many MiB, and cycle times between these two numbers of milliseconds.
+# The search tries fusion thresholds from 0 to MAX_THRESHOLD_MB, and cycle times from MIN_CYCLE_MS to MAX_CYCLE_MS.
 MAX_THRESHOLD_MB, MIN_CYCLE_MS, MAX_CYCLE_MS = 64.0, 1.0, 100.0
 FIRST_POINTS: Final = ((4.0, 5.0), (32.0, 50.0), (16.0, 25.0), (8.0, 10.0))
 HEADER: Final = (

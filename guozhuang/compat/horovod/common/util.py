@@ -125,7 +125,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
         target: a version of the form "major.minor.patch".
 
     Raises:
-        ValueError: one of them is no string, or ``target`` has another form.
+        ValueError: ``ver`` or ``target`` is no string, or ``target`` has another form.
     """
     if not (isinstance(ver, str) and isinstance(target, str)):
         raise ValueError(explain("versions are compared as texts", value=(ver, target)))

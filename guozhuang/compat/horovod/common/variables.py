@@ -140,7 +140,7 @@ def without_meaning(variables: HorovodVariables) -> list[str]:
 def check_world(variables: HorovodVariables, rank: int, size: int) -> None:
     """Check that HOROVOD_RANK and HOROVOD_SIZE, if set, agree with the rank and size that were found.
 
-    Horovod's own launcher sets only these, which do not make a world here: each of its processes would train alone, unnoticed.
+    Horovod's own launcher sets only these variables, from which Guozhuang makes no world: each process would train alone.
 
     Args:
         variables: the variables of this process.

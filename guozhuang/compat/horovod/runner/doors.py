@@ -73,7 +73,7 @@ def enter(doors: Sequence[tuple[str, int]], secret: bytes, limit_s: float = 0.0)
     Args:
         doors: address and port of each door, in the order in which to try them.
         secret: the secret of the run.
-        limit_s: for how many seconds to try all of them again.
+        limit_s: the number of seconds for which to try all doors again and again.
 
     Raises:
         NotOurDoorError: no door let this process in; the text gives the reason for each.

@@ -67,7 +67,7 @@ class Unit:
 
     Attributes:
         members: the parameters.
-        num_left: how many of them still wait for gradients in this step.
+        num_left: how many of the parameters still wait for gradients in this step.
         pending: the exchange while it runs; None before and after.
         is_bucket: whether its gradients lie in one flat tensor and are sent as that tensor.
     """

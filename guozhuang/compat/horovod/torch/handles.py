@@ -35,7 +35,7 @@ class HandleTable:
         return number
 
     def done(self, number: int) -> bool:
-        """Return, without waiting, whether the operation was completed or has failed.
+        """Return, without waiting, whether the operation with this number was completed or has failed.
 
         Raises:
             ValueError: the number is unknown, or was waited for before.
@@ -46,7 +46,7 @@ class HandleTable:
         return found[0].done()
 
     def wait(self, number: int) -> Any:
-        """Wait for the operation, forget its number and return its result; None if the number is unknown.
+        """Wait for the operation with this number, forget the number and return the result; None if the number is unknown.
 
         Raises:
             HorovodInternalError: it failed.

@@ -154,8 +154,8 @@ rocm_built = _basics.rocm_built
 def join(device: int = -1) -> int:
     """Report that this rank has no more data, and wait until all ranks have reported this.
 
-    Until then this rank feeds zeros to the all-reduces of the others (an average still divides by all ranks); other
-    collectives fail there. Works among all ranks, not in process sets.
+    Until then this rank feeds zeros to the other ranks' all-reduces (an average still divides by all ranks); other collectives
+    of those ranks fail. Works among all ranks, not in process sets.
 
     Args:
         device: index of the accelerator on which zeros are made for other ranks' tensors on accelerators, if this rank never

@@ -83,7 +83,7 @@ def grouped(
     Args:
         names: names of the parameters.
         parameters: the parameters whose gradients are exchanged.
-        groups: the number of groups of about equal length, or the groups; a parameter in none of these is a group of its own.
+        groups: the number of groups of about equal length, or lists of parameters; a parameter in no list is its own group.
         of_first_rank: returns on all ranks what the first rank passes to it, as ranks may have parameters in other orders.
 
     Returns:

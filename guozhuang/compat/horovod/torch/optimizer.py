@@ -170,12 +170,12 @@ class _DistributedOptimizer(_Distributed):
         """Synchronize, unless inside ``skip_synchronize``, and step as the wrapped optimizer does.
 
         Args:
-            closure: computes the loss and its gradients anew; they are combined after each call of it, unless it calls
+            closure: computes the loss and its gradients anew; these are combined after each call, unless ``closure`` calls
                 ``synchronize`` itself. LBFGS, which decides by the loss how often to call it, gets the loss of all ranks.
             *args, **kwargs: further arguments of the wrapped optimizer's ``step``.
 
         Returns:
-            What the wrapped optimizer's ``step`` returns.
+            The result of the wrapped optimizer's ``step``.
         """
         if self._should_synchronize:
             if self._synchronized and not self._exchange.is_open:  # open: gradients have come since ``synchronize``
@@ -237,7 +237,7 @@ class _DistributedAdasumOptimizer(_Distributed):
             closure: computes the loss and the gradients of this step.
 
         Returns:
-            What ``closure`` returns.
+            The result of ``closure``.
         """
         loss = closure() if closure is not None else None
         self._exchange.finish()

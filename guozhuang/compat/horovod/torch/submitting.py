@@ -93,7 +93,7 @@ class Call:
         return table.add(handle, finish)
 
     def wait(self, tensors: Sequence[Tensor]) -> Any:
-        """Submit the collective, wait for it and return its result."""
+        """Submit the collective, wait until it is completed, and return its result."""
         return synchronize(self.begin(tensors))
 
     def differentiable(self, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -36,7 +36,7 @@ def variables(driver: Driver, host: str) -> dict[str, str]:
     """Return the environment variables that give one worker its number, its driver and the name of its host.
 
     Args:
-        driver: the worker's number, and the address of the driver's store from there.
+        driver: the worker's number, and the address at which its host reaches the driver's store.
         host: the name of its host, as the user or the discovery script wrote it.
     """
     return {
@@ -57,13 +57,13 @@ class LocalWorkers:
         folder: a temporary folder, which is removed if this process is killed.
         store: the address of the driver's store from here, on loopback.
         timeout_s: how long the driver may be silent before workers give up (--elastic-timeout).
-        environment: the environment of workers, without the variables that name one of them.
+        environment: the variables that all workers get; ``start`` adds those of the single worker.
     """
 
     def __init__(self, folder: str, store: tuple[str, int], timeout_s: float, environment: Mapping[str, str]) -> None:
         self._store, self._timeout_s, self._environment = store, timeout_s, environment
         self._crew = Crew(folder)
-        self._jobs: dict[int, Job] = {}  # by worker number; decides when the worker gets which signal
+        self._jobs: dict[int, Job] = {}  # by worker number; a ``Job`` decides when to send which signal
         self._pids: dict[int, int] = {}
 
     def start(self, worker: int, host: str, num_local: int, command: Sequence[str], stdout: str, stderr: str) -> int:

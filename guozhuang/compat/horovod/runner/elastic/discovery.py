@@ -124,7 +124,7 @@ def parse(text: str, default_slots: int) -> dict[str, int]:
     for line in filter(None, map(str.strip, text.splitlines())):
         try:
             [host] = parse_hosts(line, "the output of the discovery script")
-        except ValueError as error:  # the base of UsageError
+        except ValueError as error:  # ``parse_hosts`` raises UsageError, which is a ValueError
             raise DiscoveryError(
                 f"the discovery script printed a line that is no host with its slots: {line!r}"
             ) from error

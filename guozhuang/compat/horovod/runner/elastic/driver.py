@@ -1,7 +1,7 @@
 """The driver process of an elastic run: reports events to ``job``, and carries out its decisions. See the package's docstring.
 
 [Note: one thread] One thread makes all decisions, starts the workers (the kernel kills them when it ends; guard.py, "no
-orphans"), and talks to other hosts. It never waits for the reader of the output: the thread of ``console.output`` does that.
+orphans"), and talks to other hosts. It never waits for a slow reader of the output: the thread of ``console.output`` does.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run_elastic(settings: ElasticSettings) -> int:
 
     Raises:
         UsageError: the folder of ``output_filename`` cannot be made, or the discovery script does not work; nothing was started
-            then. Or a host is to be reached over ssh, and there is no ssh here.
+            then. Or a host is to be reached over ssh, which is not installed on this machine.
     """
     if settings.output_filename is not None:
         try:

@@ -9,7 +9,7 @@ workers may finish, as long as they print something from time to time.
 
 [Note: who has the state] A new worker holds no trained state until its first sync is done. If all other workers are lost before
 that, it must not restart the training from scratch unnoticed. So each worker reports whether it has the state when it waits for
-a round; rank 0 is one that has it, and the job fails when some worker had it and none of those that wait has it any more.
+a round; rank 0 is a worker with the state, and the job fails when a worker had the state and none that waits has it any more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from guozhuang.launch.failures import how
 
 # A worker that has lost its slot is ended if it still runs this many seconds after a round began without it.
 _REMOVED_S = 30.0
-# The job fails after so many rounds in a row in which no worker completed ``hvd.init()``.
+# The job fails after this many rounds in a row in which no worker completed ``hvd.init()``.
 _EMPTY_ROUNDS = 10
 _STATE_LOST = "all workers that had the state have failed or were ended: nobody holds it any more"
 
@@ -44,7 +44,7 @@ class Worker:
         has_state: it had the trained state when it last reported; see [Note: who has the state].
         has_entered: it had completed ``hvd.init()`` in its last round when it last reported.
         heard: the time when it last printed something.
-        leaving: the time since when it is no longer part of the run, so that its end is no failure; None: it is part of it.
+        leaving: the time since when it does not belong to the run, so that its end is no failure; None: it belongs to the run.
         is_signalled: the driver has sent it a signal to end.
         code: its return code, as ``subprocess`` gives it; None while it runs.
         pid: its process id; 0 where it is not known.

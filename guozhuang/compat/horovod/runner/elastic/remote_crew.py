@@ -50,17 +50,17 @@ class _Pipe:
 
 
 class RemoteWorkers:
-    """The workers on another host. The connection is opened when the object is made.
+    """The workers on another host. The constructor opens the connection to that host.
 
     Args:
         settings: the first message to the host, with its name for ssh.
-        environment: variables that workers there get besides those of their host.
+        environment: variables that workers on the host get besides those of the host itself.
         options: the options of ssh.
         start_timeout_s: limit in seconds for the host to be reached, and to reach the driver.
         events: called in ``turn``.
 
     Attributes:
-        is_lost: the connection is gone for good; a new object is needed to start workers there.
+        is_lost: the connection is gone for good; a new object is needed to start workers on the host.
         address: the address by which the host reached this one; "" until it has.
     """
 
@@ -110,7 +110,7 @@ class RemoteWorkers:
 
     @property
     def writing(self) -> list[int]:
-        """Return the descriptors of output pipes and of the connection to the host that have data to be written."""
+        """Return the descriptors, of output pipes and of the connection to the host, for which data waits to be written."""
         stdin = self._link.writing()
         return [pipe.descriptor for pipe in self._all_pipes if pipe.unsent] + ([] if stdin is None else [stdin])
 

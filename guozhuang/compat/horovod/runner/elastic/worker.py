@@ -2,9 +2,9 @@
 
 ``hvd.init()`` calls ``enter``; ``hvd.elastic.run`` and ``state.commit()`` use the ``Membership``.
 
-[Note: a round that breaks before it begins] A worker may be lost while the others make their world: in the first
-``hvd.init()``, or after a failure. The others must not end with an error then, or the driver would blacklist their hosts too.
-So they wait for the next round by themselves, after a pause that grows; the driver decides when there were too many.
+[Note: a round that breaks before it begins] A worker may be lost while the other workers connect: in the first
+``hvd.init()``, or after a failure. These must not end with an error then, or the driver would blacklist their hosts too. So
+they wait for the next round by themselves, after a pause that grows; the driver ends the job after too many such rounds.
 
 [Note: the right round] The main thread moves on to the next round by itself. So each abort callback is registered for one
 round, as soon as a thread may wait in that round, also while its world is still being made; a callback that is registered
@@ -57,11 +57,11 @@ class SilentDriverError(WorldError):
 
 
 class LostPeers:
-    """A thread that aborts the collectives of a round when the driver reports that one of its workers is gone.
+    """A thread that aborts the collectives of a round when the driver reports that a worker of the round is gone.
 
-    Mostly they have failed by then: when a process ends the kernel closes its connections. But a host without power, or behind
-    a cut cable, closes none, and a collective would wait for it until its time-out. The driver notices such a host within
-    seconds, because its heartbeats stop. The thread starts when the object is made.
+    Mostly the collectives have failed by then: when a process ends, the kernel closes its connections. But a host without
+    power, or behind a cut cable, closes none, and a collective would wait for it until its time-out. The driver notices such a
+    host within seconds, because its heartbeats stop. The thread starts when the object is made.
 
     Args:
         board: where the driver reports lost workers.
@@ -330,11 +330,11 @@ def enter(make_world: Callable[[Membership], _T]) -> _T:
     See [Note: a round that breaks before it begins].
 
     Args:
-        make_world: meets the other ranks; called again, in the next round, if one of them was lost meanwhile. When it raises
-            it must leave nothing behind.
+        make_world: connects to the other ranks; called again, in the next round, if a rank was lost meanwhile. When it raises
+            an error it must leave nothing behind.
 
     Returns:
-        What ``make_world`` returns.
+        The result of ``make_world``.
 
     Raises:
         RemovedError: the driver has removed this worker ("removed from elastic job").

@@ -38,7 +38,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         RuntimeError: this worker was "removed from elastic job"; let the process end.
-        HorovodInternalError: a collective failed, and there is no driver.
+        HorovodInternalError: a collective failed, and the run has no elastic driver.
     """
     return run_fn(func, _reset)
 

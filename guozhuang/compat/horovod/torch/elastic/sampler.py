@@ -46,7 +46,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         processed_num: number of samples of the epoch that all ranks together have processed.
         num_replicas, rank: number of ranks, and rank of this process.
         remaining_indices: indices of all samples that were not processed at the last ``reset``, in their order.
-        num_samples: number of samples that this rank gets of them.
+        num_samples: number of these samples that this rank gets.
         total_size: number of samples that all ranks get, including repeats.
 
     Raises:
