@@ -80,7 +80,7 @@ class HorovodBasics:
         listed = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
         here = state()
         if here is not None and not _is_current(here):
-            self.shutdown()  # clean up: the ``guozhuang`` world below has ended, with all groups
+            self.shutdown()  # clean up, since the ``guozhuang`` world below Horovod's has ended
             here = None
         if here is not None:
             _check_same(comm, here)

@@ -131,7 +131,7 @@ class BackwardPasses(ABC):
             self._lay_out(added, self._channel)
 
     def group(self, members: Sequence[Sequence[int]]) -> None:
-        """Send the gradients of each of these groups of parameters as one unit; ``members`` holds indices in ``hooked``."""
+        """Send the gradients of each group of parameters as one unit; ``members`` has each group as indices in ``hooked``."""
         self.units = [Unit([self.hooked[i] for i in indices]) for indices in members]
         self._num_left = len(self.units)
 

@@ -136,7 +136,7 @@ def exchanging(splits: Splits | None, process_set: ProcessSet, name: str | None)
     device, chosen = splits.device if isinstance(splits, Tensor) else None, None
     if splits is not None:
         given = splits.tolist() if isinstance(splits, Tensor) else list(splits)
-        # __index__ accepts numpy's integers, too
+        # Integers of numpy, which have ``__index__``, are allowed as splits, too.
         if not isinstance(given, list) or not all(
             hasattr(each, "__index__") and not isinstance(each, bool | float) for each in given
         ):

@@ -124,7 +124,7 @@ class ElasticJob:
         self._is_dismissed = False
         self._notified: set[int] = (
             set()
-        )  # numbers of the new and leaving workers of which running workers were notified in this round
+        )  # numbers of the workers, new or without a slot, of which running workers were notified in this round
         self._num_empty = 0  # rounds in a row in which no worker completed hvd.init()
         self._messages: list[str] = []
         self._short_since = self._broken_since = -math.inf

@@ -38,8 +38,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 # Seconds to wait for the driver to report a lost worker: the worker's connections break before the driver knows of it.
 _WORD_S = 3.0
 _POLL_S = 0.2
-# The ranks of a round must connect within this share of the elastic time-out, so before the driver's wait for them ends;
-# the share is limited to these numbers of seconds.
+# Limit for the ranks of a round to connect: a share of the elastic time-out, for which the driver waits, and bounds in seconds.
 _SHARE_OF_TIMEOUT, _LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 1 / 3, 20.0, 600.0
 # Seconds between two queries of the store by ``LostPeers``, and for its thread to end.
 _LOOK_S, _JOIN_S = 1.0, 2.0
