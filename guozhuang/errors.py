@@ -8,7 +8,7 @@ _ABSENT = object()
 
 
 def explain(what: str, *, value: object = _ABSENT, rank: int | None = None, fix: str = "") -> str:
-    """Compose the text of an exception.
+    """Compose the text of an exception: what was wrong, the value, the rank, and what to do.
 
     Args:
         what: what was wrong: a sentence without its full stop.

@@ -40,7 +40,7 @@ def _of_group(group: dist.ProcessGroup) -> Collectives:
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """``torch.nn.SyncBatchNorm`` that also works on the CPU, with equal arguments and ``state_dict``; else it calls PyTorch's.
+    """``torch.nn.SyncBatchNorm`` that works on the CPU too, with equal arguments and state; on other devices, PyTorch's.
 
     Training-mode forward and its backward each issue one collective; every rank of the group must call them. The input has the
     shape (N, C, ...) with any number of further dimensions and any floating-point dtype; statistics are in fp32 or wider.
@@ -49,7 +49,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         ValueError: the input has fewer than two dimensions, or only one value per channel on all ranks together.
     """
 
-    def forward(self, input: Tensor) -> Tensor:  # PyTorch's name for the argument
+    def forward(self, input: Tensor) -> Tensor:  # PyTorch calls the argument ``input`` too
         """Normalize by the statistics of the joined batch in training mode, by the running statistics in evaluation mode."""
         if input.device.type != "cpu":
             return super().forward(input)

@@ -14,6 +14,6 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``guozhuang check``; see ``command.main``."""
-    from guozhuang.check import command  # not at the top, because ranks run ``check.worker`` as a module of its own
+    from guozhuang.check import command  # not at the top: ranks run ``check.worker`` by ``python -m``
 
     return command.main(arguments)

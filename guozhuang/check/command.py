@@ -36,7 +36,7 @@ _SIGNALLED = {128 + number for number in ENDING}  # the launcher's exit codes af
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``guozhuang check``.
+    """Run the command ``guozhuang check``, and return its exit code.
 
     Args:
         arguments: the command line after ``guozhuang check``.

@@ -79,7 +79,7 @@ def bandwidths(results: CheckResults) -> Iterator[Finding]:
         yield Finding("warn", "slow-link", text, _FIX, tuple(each.rank for each in ranks))
     fair = {link: value for link, value in between.items() if not {node_of[link.a], node_of[link.b]} & slow}
     yield from _slow_pairs(results, fair, "between nodes", SLOW_SHARE)
-    yield from _slow_pairs(results, inside, "inside nodes", SLOW_SHARE / 2)  # caches cause differences inside a node
+    yield from _slow_pairs(results, inside, "inside nodes", SLOW_SHARE / 2)  # less strict: caches cause differences
     yield from _below_floor(results, fair, "between nodes", MIN_BETWEEN_BYTES_PER_S)
     yield from _below_floor(results, inside, "inside nodes", MIN_INSIDE_BYTES_PER_S)
     yield from _below_card(results, fair)

@@ -25,7 +25,7 @@ class NetworkInterface:
     """A network interface of a node.
 
     Attributes:
-        name: the system's name of it.
+        name: the name that the system gives it.
         addresses: IPv4 first.
         is_up: whether the system reports it as up.
         mtu_bytes: largest packet; None if the system does not report it.
@@ -47,14 +47,14 @@ class Network:
 
     Attributes:
         meeting_host: the name or address where ranks meet (MASTER_ADDR); "" in a world of one rank.
-        meeting_addresses: the addresses it resolves to on this host.
-        meeting_error: why it does not resolve; "" if it does.
+        meeting_addresses: the addresses to which ``meeting_host`` resolves on this host.
+        meeting_error: why ``meeting_host`` does not resolve; "" if it does.
         name_addresses: the addresses that this host's own name resolves to here.
-        name_error: why it does not resolve; "" if it does.
+        name_error: why this host's own name does not resolve; "" if it does.
         requested: the interface requested by GLOO_SOCKET_IFNAME, or None.
         routed: the interface that leads to the meeting host; None if there is no route, or no need for one.
         in_use: the interface that carries traffic between nodes; None if no interface fits.
-        address: this host's address on it; "" if it has none.
+        address: this host's address on the interface ``in_use``; "" if that has none.
         interfaces: all interfaces of the host.
         nccl_requested: the value of NCCL_SOCKET_IFNAME, or None.
     """

@@ -149,7 +149,7 @@ class Steps:
             self._store.add("left", 1)
 
     def _connect(self) -> None:
-        """Connect each rank with rank 0, through the interface that leads there. A rank without this connection stays in."""
+        """Connect each rank with rank 0, through the interface that leads there. A rank that fails takes part all the same."""
         deadline = time.monotonic() + _CONNECT_S
         alone = len(set(self._node_of.values())) == 1
         here = self._state.facts[self._rank].network
@@ -341,7 +341,7 @@ class Steps:
         return ""
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether ``rank`` closed its connection to rank 0. This ends the connection, which clocks need no longer."""
+        """Return whether ``rank`` closed its connection to rank 0. This ends the connection, which only clocks needed."""
         if (pair := self._control.pop(rank, None)) is not None and pair.has_ended(ENDED_S):
             self._ended.add(rank)
         return rank in self._ended

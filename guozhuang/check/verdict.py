@@ -23,7 +23,7 @@ _SAME_VERSION = "install the same version on every host"
 
 
 def judge(results: CheckResults) -> tuple[Finding, ...]:
-    """Return all findings, worst first; empty if no problem was found."""
+    """Return the problems that all rules find in the results of a check, worst first; empty if there are none."""
     found = [finding for rule in RULES for finding in rule(results)]
     return tuple(sorted(found, key=lambda each: LEVELS.index(each.level)))
 

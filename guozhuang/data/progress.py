@@ -62,8 +62,8 @@ class Progress:
         self.epoch = 0
         self.start = 0  # samples of the epoch consumed, by all ranks, before this pass
         self.taken = 0  # samples that this rank handed out in this pass
-        self.ended = False  # the pass ran out
-        self.resumed = False  # `start` comes from a loaded state whose rest has not run out yet
+        self.ended = False  # whether the pass ran out of samples
+        self.resumed = False  # whether `start` comes from a loaded state, and that epoch's rest has not run out
         self.newest: EpochPass | None = None
         self._warned = False
 

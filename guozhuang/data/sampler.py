@@ -128,7 +128,7 @@ class DistributedSampler(Sampler[int]):
             raise UsageError(explain(what, value=length, rank=self.rank, fix="make a new sampler for the changed data"))
         num_mine = share_size(length - start, self.num_replicas, self.rank, self.ends)
         places = range(start + self.rank, start + self.rank + num_mine * self.num_replicas, self.num_replicas)
-        # Only a share's last place can lie beyond the end, and only with "pad": it wraps to the beginning, as in torch.
+        # Only the last place of a share can be beyond the order's end, and only with "pad": it wraps around, as in torch.
         wraps = bool(places) and places[-1] >= length
         if not self.shuffle:
             return _walk_range(places[:-1], places[-1] % length) if wraps else iter(places)
@@ -154,7 +154,7 @@ class DistributedSampler(Sampler[int]):
         progress = self.progress
         consumed, finished = progress.consumed(), progress.ended
         if num_taken is not None:
-            # With fetching ahead the iterator runs out before training does, so its end does not count.
+            # If samples are fetched ahead, the iterator ends before training has used them all, so its end does not count.
             consumed = progress.start + self.num_replicas * whole_number("num_taken", num_taken, least=0)
             finished = False
         # ``consumed`` may exceed the length, as a smaller last batch counts as full: cap it. The surplus samples of "drop"

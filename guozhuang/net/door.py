@@ -74,7 +74,7 @@ class Door:
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._strangers) >= _MAX_STRANGERS:  # drop the oldest client without a proof: [Note: strangers]
+        if len(self._strangers) >= _MAX_STRANGERS:  # drop the oldest client that gave no proof yet
             oldest = next(iter(self._strangers))
             why = f"{_MAX_STRANGERS} other connections began before its handshake was done"
             self._log_once(self._strangers.pop(oldest), why)
@@ -124,7 +124,7 @@ class Door:
 
 @dataclass(frozen=True)
 class OpenDoor:
-    """A connection through a ``Door`` that accepted this process, with the door's address; as a context it closes at the end.
+    """A connection through a ``Door`` that accepted this process, and the door's address; a context manager that closes it.
 
     Attributes:
         connection: a connection that passed the door's handshake; the door relays it to the store.

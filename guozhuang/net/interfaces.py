@@ -152,7 +152,7 @@ def named(name: str) -> Interface:
 
 
 def variables(interface: Interface, environ: Mapping[str, str], *, override: bool = False) -> dict[str, str]:
-    """Return the variables that make gloo and NCCL use this interface, without those that ``environ`` sets already.
+    """Return the environment variables that make gloo and NCCL use this interface, without those that ``environ`` has.
 
     Args:
         interface: the interface to use.
@@ -166,7 +166,7 @@ def variables(interface: Interface, environ: Mapping[str, str], *, override: boo
 
 
 def variables_towards(master: str, environ: Mapping[str, str], asked: str | None = None) -> dict[str, str]:
-    """Return the variables that a node sets for its ranks, so that gloo and NCCL reach the other nodes.
+    """Return the environment variables that a node sets for its ranks, so that gloo and NCCL reach the other nodes.
 
     Args:
         master: name or address of the node that all other nodes reach; on that node itself its own.
@@ -185,7 +185,7 @@ def variables_towards(master: str, environ: Mapping[str, str], asked: str | None
 
 
 def variables_of_ranks(host: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a rank sets for itself, so that gloo and NCCL reach the other ranks; {} if no route is known.
+    """Return the environment variables by which a rank lets gloo and NCCL reach the other ranks; {} if no route is known.
 
     Args:
         host: rank 0's host, if the ranks are on several nodes: they use the interface that routes to it. None: all ranks are
@@ -237,7 +237,7 @@ def own_address(hints: Sequence[str], others: Sequence[str]) -> str:
         if found is not None:
             return found
         if known:
-            break  # the hint means another node, or is translated: a later, less likely hint could match by chance
+            break  # another node's address, or a translated one: do not try less likely hints, which may match by chance
     # A node's name may mean loopback on the node itself (Debian's 127.0.1.1): take the address of the route to other nodes.
     for other in (*others, *hints):
         with contextlib.suppress(WorldError):

@@ -74,7 +74,7 @@ def sequence(key: Sequence[str]) -> tuple[int, ...]:
 
 
 def secret(given: bytes, key: Sequence[str]) -> bytes:
-    """Return the secret of the run with this key.
+    """Return the secret by which processes of one run recognize each other, computed from ``given`` and ``key``.
 
     Args:
         given: a secret that the user or the launcher gave to all ranks and to nobody else; empty if there is none. Without it

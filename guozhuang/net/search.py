@@ -196,7 +196,7 @@ def write_note(point: PortSequence, address: tuple[str, int]) -> bool:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_stale(path.parent)
-        handle, temporary = tempfile.mkstemp(prefix=".meet-", dir=path.parent)  # mode 0600
+        handle, temporary = tempfile.mkstemp(prefix=".meet-", dir=path.parent)  # readable by this user alone: mode 0600
         try:
             with os.fdopen(handle, "w") as file:
                 host, port = address

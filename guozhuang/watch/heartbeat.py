@@ -51,7 +51,7 @@ from guozhuang.watch.watcher import Report, Watcher, WatcherStatus, look_at_neig
 
 # Samples of the main thread's stack per beat: with more of them it is likelier to see that a thread in a loop moves.
 _LOOKS_PER_BEAT = 4
-# Seconds that the watcher and the rank that keeps the store end later than the other ranks, which can read the last report.
+# Seconds by which the watcher and the rank that keeps the store end later, so that all other ranks can read the last report.
 _LONGER_S = 1.0
 _JOIN_S = 2.0
 _log = logging.getLogger("guozhuang")
@@ -249,7 +249,7 @@ class Heartbeat:
         clock_s = self._clock()
         self._main.look(clock_s)
         started = stacks.started_collectives()
-        if started is None or started != self._collectives:  # a rank without a group waits for no other rank
+        if started is None or started != self._collectives:  # None: a rank without a group is never idle
             self._idle_since_s = clock_s
         self._collectives = started if started is not None else self._collectives
 
@@ -286,7 +286,7 @@ class Heartbeat:
                 self._wake.clear()
             if not self._closing:
                 self._publish_leave()
-        except RuntimeError as error:  # DistNetworkError, DistStoreError
+        except RuntimeError as error:  # the store is gone or silent: DistNetworkError, DistStoreError
             # Torch's client does not reconnect, and each further call writes a page to stderr: make no further call.
             self._trouble = str(error).splitlines()[0] if str(error) else type(error).__name__
 
@@ -333,7 +333,7 @@ class Heartbeat:
         if before is not None and not is_given_away and silent_s < self._patience_s(before, silent_s):
             return
         self._status_since_s = clock_s
-        # Claim a later term at each try: the winner of an earlier claim may have died before it published a status.
+        # Try to become the watcher of a later term each time: the winner of an earlier term may have died without a status.
         self._tried = max(self._tried, before.term if before is not None else 0) + 1
         if self._store.add(f"term/{self._tried}", 1) > 1:
             return
@@ -402,7 +402,7 @@ class Heartbeat:
         text = f"[rank {self.rank}] {report.full}"
         if report.ends:
             self._is_ending = True
-            # Ranks read the report once per interval; the rank that keeps the store, and the watcher, end last.
+            # This rank waits before it ends: other ranks read reports once per interval, from a store that a rank may keep.
             keeps = self._keeps_store or self._watch is not None
             end(text, 2.5 * self._limits.interval_s + (_LONGER_S if keeps else 0.0), report.hang, self._error_file)
         elif text not in self._texts:  # a new watcher publishes its predecessor's reports again: log each once

@@ -56,7 +56,7 @@ class AwakeClock:
         return self._base[0]
 
     def __call__(self) -> float:
-        """Return the time now; any thread may call."""
+        """Return the time now; any thread may call this."""
         passed_s, ticked_s = self._base
         return passed_s + min(self._now() - ticked_s, self._cap_s)
 
@@ -148,7 +148,7 @@ class Beat:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Beat:
-        """Decode a beat of ``to_bytes``."""
+        """Return the beat that ``to_bytes`` encoded."""
         values = json.loads(data)
         states = values["process_states"]
         values["process_states"] = {int(rank): state for rank, state in states.items()}

@@ -57,7 +57,7 @@ class WatcherStatus:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WatcherStatus:
-        """Decode a status of ``to_bytes``."""
+        """Return the status that ``to_bytes`` encoded."""
         return cls(**json.loads(data))
 
 
@@ -133,7 +133,7 @@ class Watcher:
         return self._gathering is not None or bool(self.status.suspects)
 
     def round(self, clock_s: float) -> tuple[Report | None, list[str]]:
-        """Do one round; return its report, if any, and lines for the log.
+        """Read and judge all beats once; return a report if one is finished, and lines for the log.
 
         Raises:
             RuntimeError: the store does not answer (``DistNetworkError``, ``DistStoreError``).

@@ -46,7 +46,7 @@ FINE_TUNING_LR = 2e-5
 SGD_LR = 2e-2
 MAX_POSITIONS = 512
 
-# The names of dropout probabilities in transformers' configurations.
+# Matches the names of dropout probabilities in transformers' configurations.
 _DROPOUT = re.compile(r"(dropout|_drop|pdrop|classifier_dropout|_dropout_prob|dropout_rate)$")
 
 

@@ -58,7 +58,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def decode(data: bytes, path: Path, encoding: str | None = None) -> Decoded:
-    """Decode a file by the given encoding, else by a detected one.
+    """Decode the bytes of a file by the given encoding; if it is None, by a detected one.
 
     Detection: a byte-order mark; UTF-16 by its NUL bytes; UTF-8; UTF-8 with a few bad bytes; for text that is mostly ASCII,
     Windows-1252 (which contains all of printable ISO-8859-1); ``assumed`` reports that guess. Text that is mostly not ASCII and

@@ -54,7 +54,7 @@ def _rules(options: type) -> dict[str, _Rule]:
 
 
 def add_arguments(options: type, parser: argparse._ActionsContainer) -> None:
-    """Add ``--name`` for every field of an options dataclass to a parser or a group of one.
+    """Add an option ``--name`` for every field of a dataclass of options to a parser, or to a group of its arguments.
 
     An option that is not given is absent from the namespace. An option that the parser already has (two workloads share
     ``--model``) is not added again.
@@ -75,7 +75,7 @@ def add_arguments(options: type, parser: argparse._ActionsContainer) -> None:
 
 
 def given(options: type, namespace: argparse.Namespace) -> dict[str, OptionValue]:
-    """Return the fields of an options dataclass that a parsed command line sets; fields that are not given are left out.
+    """Return the options that a parsed command line sets, by field of a dataclass of options; those not given are left out.
 
     Raises:
         UsageError: a value is invalid.

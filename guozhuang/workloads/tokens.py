@@ -173,7 +173,7 @@ def _brief(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenised data set.
+    """A tokenised data set: a training part and a held-out part, with the class of each token sequence.
 
     Attributes:
         train: token sequences of the training part; ``held_out``: those of the held-out part.

@@ -11,7 +11,7 @@ from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 
 @dataclass(frozen=True)
 class World:
-    """All processes of a run, seen from one of them.
+    """All processes of a run as one of them sees them: its rank, its node and its device.
 
     Attributes:
         rank: number of this process, 0 <= rank < size.

@@ -69,7 +69,7 @@ def read_hydra(environ: Mapping[str, str]) -> Identity | None:
 
 
 def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
-    """Return the node of this process of ``mpirun`` or ``mpiexec``, for an agent per node; None if neither started it.
+    """Return the node on which ``mpirun`` or ``mpiexec`` started this process, for a run with an agent per node; else None.
 
     Assumes that all processes are on one node, or that each node has one process, whose rank is then the node's.
 

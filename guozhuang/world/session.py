@@ -91,7 +91,7 @@ def init(
 ) -> World:
     """Identify the launcher of this process, meet the other ranks, and make the default process group.
 
-    Every rank must call. A second call returns the same world. If ``torch.distributed.init_process_group`` was
+    Every rank must call this. A second call returns the same world. If ``torch.distributed.init_process_group`` was
     called before, its group is used as it is, and the caller must destroy it.
 
     Args:

@@ -56,7 +56,7 @@ def read(environ: Mapping[str, str]) -> Identity | None:
 
 
 def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
-    """Return the node of this task of ``srun`` among the nodes of the step, for an agent per node; None outside of a step.
+    """Return the node on which ``srun`` started this task, for a run with an agent per node; None outside of a step.
 
     Raises:
         UsageError: the environment is half set, contradicts itself, or lacks the nodes.
