@@ -149,7 +149,7 @@ def terminal_table(title: str, headings: Sequence[str], num_left: int, *, no_wra
 
     Args:
         title: printed above it.
-        headings: of its columns.
+        headings: the headings of the columns.
         num_left: number of first columns that are aligned at the left; numbers stand at the right.
         no_wrap: keep each cell in one line.
     """

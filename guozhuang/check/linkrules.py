@@ -15,7 +15,7 @@ SLOW_SHARE = 0.5
 MIN_BETWEEN_BYTES_PER_S = 62.5e6
 #: Links inside a node below this bandwidth mean that something slows down the whole machine.
 MIN_INSIDE_BYTES_PER_S = 100e6
-#: A link is slow below this share of the speed that its card reports.
+#: A link is slow below this share of the speed that its network card reports.
 CARD_SHARE = 0.3
 MAX_CARD_MBIT_PER_S = 10_000
 HIGH_LATENCY_S = 2e-3

@@ -26,7 +26,7 @@ from guozhuang.world.devices import SHARED_MEMORY
 
 #: The time limit for measuring one pair of ranks, in seconds.
 PAIR_LIMIT_S = 6.0
-#: The beginning of the failure text of a pair that was connected.
+#: The beginning of the failure's text if two ranks were connected, but a message did not arrive.
 CONNECTED = "connected, but "
 _SMALL_BYTES = 8
 _MODES = ("echo", "take", "give")
@@ -37,7 +37,7 @@ _LARGE_REPEATS, _LARGE_BUDGET_S = 5, 0.25
 #: The most rounds of measurements that a check makes: more would take too long.
 MAX_ROUNDS = 30
 _MAX_PAIRS_OF_RANKS = 240
-#: Sizes for all_reduce: a small tensor shows the cost of a call, one of a DDP bucket's size the bandwidth.
+#: The tensor sizes for which all_reduce is measured: a small one shows the cost of a call, a DDP bucket's the bandwidth.
 SMALL_TENSOR_BYTES, LARGE_TENSOR_BYTES = 4 << 10, 25 << 20
 _MOST_REDUCTIONS, _REDUCTIONS_BUDGET_S = 50, 0.4
 

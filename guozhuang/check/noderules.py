@@ -9,7 +9,7 @@ from guozhuang import units
 from guozhuang.check.results import CheckResults, Facts, Finding
 from guozhuang.units import listed, ranks_text
 
-#: DataLoader workers pass batches through /dev/shm; containers have 64 MiB of it by default.
+#: Sizes of /dev/shm that cause a warning, and a note: DataLoader workers pass batches through it; containers have 64 MiB.
 SMALL_SHM_BYTES, SCANT_SHM_BYTES = 320 << 20, 1 << 30
 FULL_SHM_BYTES = 64 << 20
 MIN_MEMLOCK_BYTES = 1 << 30

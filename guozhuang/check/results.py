@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 
 from guozhuang import records
 
-#: Increased when a field changes its meaning or is removed; adding fields does not change it.
+#: The version of the JSON form, increased when a field changes its meaning or is removed, but not when one is added.
 SCHEMA_VERSION = 1
 
-#: The key of our source's digest in ``Facts.versions``.
+#: The key in ``Facts.versions`` of the digest of guozhuang's source files.
 SOURCE = "guozhuang source"
 
 #: ``Absence.what`` of a rank whose facts cannot be parsed.
@@ -224,7 +224,7 @@ class Absence:
     """A rank or host that did not take part in the check until its end.
 
     Attributes:
-        rank: its number; None for a host whose ranks have no numbers yet.
+        rank: the number of the rank; None for a host whose ranks have no numbers yet.
         host: name of the host, if known.
         what: ``"did not come"``, ``"stopped"``, ``"does not answer"``, ``"was ended"``,
             ``"could not meet the others"``, ``"cannot be reached"``, ``"came to no result"`` or :data:`OTHER_VERSION`.

@@ -318,7 +318,7 @@ class Steps:
         return found
 
     def _wait_for(self, key: str) -> Any:
-        """Wait for the key by which rank 0 starts a step; other ranks may use all the time of the step before."""
+        """Wait for the key by which rank 0 starts a step, so long that other ranks can use all the time of the step before."""
         limit_s = 2 * self._timeout_s + _CONNECT_S + _CLOCKS_S + measure.PAIR_LIMIT_S
         found = read(self._store, key, limit_s)
         if found is None:

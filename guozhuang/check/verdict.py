@@ -1,4 +1,4 @@
-"""Finds problems in the results by rules, and describes them in plain sentences, worst first. No I/O.
+"""Finds problems in the results of a check by rules, and describes them in plain sentences, worst first. No I/O.
 
 Each rule is a function from the results to findings; those for links are in ``linkrules``, those for the network between
 nodes in ``netrules``, those for single nodes in ``noderules``.

@@ -1,4 +1,4 @@
-"""The position in an epoch. Only this module decides which epoch comes next and what a saved state contains.
+"""The position of a training in its epoch. Only this module decides which epoch comes next, and what a saved state holds.
 
 [Note: consumed is a prefix]
 In each epoch the samples have one order, which is equal on all ranks. With n ranks, rank r takes the places

@@ -31,7 +31,7 @@ _SLICE_S = 0.1
 _HURRY_S = 2.0
 # The pause between two polls of a key: a fraction of the wait so far, within bounds. Hundreds of ranks may poll the same key.
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S, _LOOK_PART = 0.002, 0.2, 0.05
-# The longest pause if many processes poll one store: pauses grow with their number, for 2000 polls per second in all.
+# The longest pause (s) if many processes poll one store: pauses grow with their number, for 2000 polls per second in all.
 LONGEST_LOOK_S = 0.5
 _LOOKS_PER_S = 2000
 # The pause between two tries to connect grows from the first to the longest.
@@ -113,7 +113,7 @@ class Client:
 
         Args:
             function: the function to call. It should end by itself soon after the limit, where it can.
-            arguments: its arguments.
+            arguments: the arguments of ``function``.
             still: called now and then in the calling thread; returns a text for the log about the wait, or "" for none.
 
         Raises:

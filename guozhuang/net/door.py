@@ -177,7 +177,7 @@ def pass_through(
         port: the door's TCP port.
         secret: the secret of the run, the same as the door's.
         timeout_s: limit in seconds for the first connection; the limit of each later one is ``HANDSHAKE_S``.
-        rank: of this process, for log and errors.
+        rank: the rank of this process, for log and errors.
         log_notices: whether to log notices while the connection takes long.
 
     Returns:
@@ -229,7 +229,7 @@ def passage_from(first: OpenDoor, secret: bytes) -> Passage:
 
     Args:
         first: the result of ``knock``; the passage owns its connection from now on, and uses it for its first client.
-        secret: as given to ``knock``.
+        secret: the secret that was given to ``knock``.
     """
     waiting, host, port = [first], first.host, first.port
 

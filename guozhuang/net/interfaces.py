@@ -37,7 +37,7 @@ class Interface:
 
 
 def addresses() -> dict[str, list[str]]:
-    """Return the addresses of every interface of this node, IPv4 before IPv6; an empty list where it has none.
+    """Return the addresses of every interface of this node, by its name, IPv4 before IPv6; [] if it has none.
 
     Link-local IPv6 addresses carry their interface, as in ``fe80::1%eth0``.
     """
@@ -217,7 +217,7 @@ def listen_at(address: str, port: int = 0, backlog: int | None = None) -> socket
         OSError: the address is not one of this node, or the port is taken or not open to this user.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    where = socket.getaddrinfo(address, port, family, socket.SOCK_STREAM)[0][4]  # with the zone of link-local addresses
+    where = socket.getaddrinfo(address, port, family, socket.SOCK_STREAM)[0][4]  # keeps a link-local address's zone
     return socket.create_server(where, family=family, backlog=backlog)
 
 

@@ -87,8 +87,8 @@ def open_store(
     loopback, and a door listens at that address.
 
     Args:
-        point: where the ranks meet; None in a world of one.
-        rank: of this process.
+        point: the address of the store, or the ports at which it may be; None in a world of one.
+        rank: the rank of this process.
         timeout_s: limit for the whole call, in seconds.
         log_notices: whether this rank logs notices when the connection takes long.
         is_one_node: all ranks are known to be on this node.
@@ -156,7 +156,7 @@ def join(
 
     Args:
         point: the address, or the ports at which the door is searched.
-        rank: of this process, for log and errors; None where it is no rank.
+        rank: the rank of this process, for log and errors; None where it is no rank.
         timeout_s: limit for the whole call, in seconds.
         log_notices: whether to log notices when the connection takes long.
         who: what log and errors call the store.
@@ -233,11 +233,11 @@ def claim(store: PatientStore, rank: int, size: int) -> None:
 def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: str = "") -> list[RankCard]:
     """Wait until every rank has joined; return the ``RankCard`` of every rank, in rank order.
 
-    Every rank must call, with a store (or prefix) that no other call uses.
+    Every rank must call this, with a store (or prefix) that no other call uses.
 
     Args:
         store: the store of the world, or a part of it.
-        rank: of this process.
+        rank: the rank of this process.
         size: number of ranks.
         timeout_s: limit for the whole call, in seconds.
         note: one line of text that this rank publishes besides its host.

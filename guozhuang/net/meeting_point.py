@@ -50,7 +50,7 @@ class PortSequence:
         is_one_node: all ranks are on one node, and loopback is enough.
         others: names of other nodes: rank 0 opens its door on the interface that leads to them.
         note: path of a file, in a folder that all nodes share, in which rank 0 writes the address of its door; "" for none.
-        attempt: as in ``MeetingPoint``.
+        attempt: number that separates the attempts of one run, as in ``MeetingPoint``.
     """
 
     hosts: tuple[str, ...]

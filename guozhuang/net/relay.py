@@ -22,7 +22,7 @@ class Relay:
     Args:
         listener: a bound and listening socket; the relay owns it from now on.
         serve: the coroutine, called with reader and writer of each connection.
-        name: of the thread.
+        name: the name of the thread.
         finish: called when the thread ends.
     """
 
@@ -108,7 +108,7 @@ async def relay_both_ways(
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):  # a broken connection counts as an ended one
+    with contextlib.suppress(OSError):  # a broken connection is treated like one that was closed
         while data := await reader.read(_CHUNK_BYTES):
             writer.write(data)
             await writer.drain()  # bounds memory: read more only after the receiver has taken enough

@@ -67,7 +67,7 @@ def find(point: PortSequence, rank: int, timeout_s: float, *, log_notices: bool 
 
     Args:
         point: the hosts and ports to try.
-        rank: of this process, for log and errors.
+        rank: the rank of this process, for log and errors.
         timeout_s: time limit in seconds.
         log_notices: whether to log the results so far when the search takes long.
 

@@ -89,7 +89,7 @@ def innermost(store: dist.Store) -> dist.Store:
 
 
 def serve(listener: socket.socket, timeout_s: float, *, is_shared: bool = False) -> dist.TCPStore:
-    """Start a store in this process that listens at one address alone.
+    """Start a store in this process that listens at one address, and not on every interface as torch's does.
 
     Args:
         listener: a bound and listening socket; the store owns it from now on.
@@ -148,7 +148,7 @@ def reach(
 
     Args:
         point: the address of the store.
-        rank: of this process, for log and errors.
+        rank: the rank of this process, for log and errors.
         timeout_s: how long to wait for the store, in seconds; then the limit of each of its operations.
         where: the address as log and errors show it.
         who: what log and errors call the store.

@@ -74,8 +74,8 @@ def start(
     is started, which is logged.
 
     Args:
-        store: of this world: no other world may use its keys ("heartbeat/...").
-        rank: of this process.
+        store: the store of this world; no other world may use the same keys in it ("heartbeat/...").
+        rank: the rank of this process.
         size: number of ranks.
         hang_timeout_s: after so many seconds in which no rank started a collective while the main thread of one stood
             still, the stacks of all ranks are printed and every rank ends itself with exit code 75. None: lost ranks are
@@ -113,10 +113,10 @@ class Heartbeat:
 
     Args:
         store: a client that no other thread uses.
-        rank: of this process.
+        rank: the rank of this process.
         size: number of ranks.
         hang_timeout_s: see ``start``.
-        limits: the same on every rank.
+        limits: the time limits; must be the same on every rank.
         keeps_store: see ``start``.
         error_file: see ``start``.
     """
@@ -164,7 +164,7 @@ class Heartbeat:
         self._line.start()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Publish that this rank leaves, and end the threads. To be called before the process group is destroyed.
+        """Publish that this rank leaves, and end the threads. Call this before the process group is destroyed.
 
         A second call does nothing. Takes milliseconds; about an interval if this process keeps the store and other ranks still
         run; up to two seconds if the store does not answer. After an exception from a collective, whose cause may be on another

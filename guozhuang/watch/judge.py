@@ -69,7 +69,7 @@ class Limits:
         interval_s: between two beats of a rank.
         silent_s: after so long without a beat of a rank, ranks of its node are asked to look at its process.
         lost_s: after so long without a beat, a rank whose process no other rank can look at is lost.
-        mute_s: the same for a rank whose process is alive, and for a rank that never sent a beat.
+        mute_s: after so long without a beat, a rank whose process is alive, or that never sent a beat, counts as mute.
         takeover_s: after so long without a new status of the watcher, another rank takes the watch over.
         gather_s: how long the watcher waits for the stacks of the other ranks.
         urgent_takeover_s: as ``takeover_s``, on a rank that is about to end by an exception from a collective.
@@ -118,7 +118,7 @@ class Beat:
         collectives: how many collectives the default group has started on this rank.
         idle_s: seconds since the rank last started a collective, in any group.
         still_s: seconds for which its main thread has been standing at ``place``.
-        place: of the main thread, in words.
+        place: the place in the code where the main thread is, in words.
         waits_in: the collective that the main thread is in; "" if it is in none.
         stacks_answered: number of the last request for stacks that the rank has answered.
         process_states: the states of the processes on its node that the watcher asked for, by rank.
@@ -166,7 +166,7 @@ class Judge:
     """The last beats of all ranks, and the decision which ranks are silent, lost or failed and whether all hang.
 
     Args:
-        size: of the world.
+        size: the number of ranks of the world.
         limits: see ``Limits``.
         hang_timeout_s: see [Note: what a hang is]; None: hangs are not detected.
         now_s: the time now, of a clock that never goes back; also in all methods.
@@ -188,7 +188,7 @@ class Judge:
     def silent_since(self, rank: int, since_s: float) -> None:
         """Set the time since which ``rank`` is known to be silent, although this judge reads its beats only from now on.
 
-        To be called before the first ``take`` of that rank, whose beat then counts as old and not as a sign of life.
+        Call this before the first ``take`` of that rank, whose beat then counts as old and not as a sign of life.
         """
         self._known[rank].silent_since_s = since_s
 

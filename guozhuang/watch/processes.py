@@ -33,7 +33,7 @@ _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "riscv64": 279, "ppc64le": 360, 
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _MOST_ANCESTORS = 64
-#: Attributes of a process for ``prctl``: the signal at its parent's end, and whether it adopts orphaned descendants.
+#: Options of ``prctl``: the signal that a process gets when its parent ends, and whether it adopts orphaned descendants.
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -106,7 +106,7 @@ class Process(NamedTuple):
         return f"{self.pid} {self.start} {self.node}"
 
     def has_ended(self, node: str) -> bool:
-        """Return whether this process is known to have ended, asked on ``node``; False if it belongs to another node."""
+        """Return whether this process is known to have ended, as seen from ``node``; False if it is on another node."""
         return self.node == node and state_of(self.pid, self.start) == GONE
 
 

@@ -42,7 +42,7 @@ _LIBRARIES = tuple(
     {
         *(sysconfig.get_paths()[name] + _SEP for name in ("stdlib", "platstdlib", "purelib", "platlib")),
         os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + _SEP,
-        # A virtual environment may use the packages of another one, torch among them.
+        # The folder that holds torch: a virtual environment may use the packages of another one.
         os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))) + _SEP,
     }
 )
@@ -75,14 +75,14 @@ def _main_frame() -> FrameType | None:
 
 
 def place_of(frame: FrameType | None) -> CodePlace:
-    """Return the place of a thread whose innermost frame is ``frame``."""
+    """Return the ``CodePlace`` of a thread whose innermost frame is ``frame``."""
     if frame is None:
         return CodePlace("its main thread has ended")
     return _place([(each.f_code, each.f_lineno) for each in _frames(frame)])
 
 
 def place_of_error(error: BaseException) -> CodePlace:
-    """Return the place where ``error`` was raised."""
+    """Return the ``CodePlace`` where ``error`` was raised."""
     calls = _calls_of_error(error)
     return _place(calls) if calls else CodePlace("")
 
@@ -108,7 +108,7 @@ def _calls_of_error(error: BaseException) -> list[tuple[CodeType, int | None]]:
 
 
 def _place(calls: Sequence[tuple[CodeType, int | None]]) -> CodePlace:
-    """Return the place of a stack whose calls are given from the innermost outward."""
+    """Return the ``CodePlace`` of a stack of calls, which are given from the innermost outward."""
     called, collective = "", ""
     for code, line in calls:
         if not code.co_filename.startswith((*_LIBRARIES, "<")):

@@ -105,7 +105,7 @@ class Watcher:
 
     Args:
         store: a client that no other thread uses.
-        size: of the world.
+        size: the number of ranks of the world.
         status: the first status of this term.
         judge: a new one, without beats.
     """

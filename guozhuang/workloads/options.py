@@ -19,7 +19,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class _Rule:
-    kind: type  # str, int, float, bool, or list: several words
+    kind: type  # str, int, float, bool, or list for several words
     help: str
     choices: tuple[str, ...]
     low: float | None
@@ -38,9 +38,9 @@ def option(
     """Declare an option of the command line, as a field of a dataclass.
 
     Args:
-        default: its value if the option is not given; None means that the code which uses it decides.
+        default: the value if the option is not given; None means that the code which uses the option decides.
         kind: str, int, float, bool, or list (several words, for a ``str`` list).
-        help: its text in ``--help``.
+        help: the option's text in ``--help``.
         choices: the words allowed; empty means any.
         low: the smallest number allowed.
         below: the number must be smaller than this.

@@ -57,8 +57,8 @@ def find_model(options: TrainingOptions, given: Mapping[str, Any], length: int, 
     """Return the size or the checkpoint of the chosen model; raise if other options do not fit it.
 
     Args:
-        options: all options.
-        given: those that the user gave.
+        options: all options, with defaults filled in.
+        given: the options that the user gave.
         length: the most tokens of a sample.
         flag: the option that sets ``length``, for errors.
 

@@ -44,7 +44,7 @@ class LaunchedNode:
         num_nodes: on how many nodes the launcher started processes.
         num_tasks: how many processes it started on this node; an agent needs exactly one.
         local_rank: number of this process among them.
-        meeting_point: where the processes of this run can meet; None on a single node.
+        meeting_point: the ports at which the processes of this run can find each other; None on a single node.
     """
 
     node_rank: int

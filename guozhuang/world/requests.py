@@ -10,7 +10,7 @@ from typing import Literal
 from guozhuang.errors import UsageError, explain
 from guozhuang.world.variables import number
 
-#: The seconds after which a run that hangs is ended; None: never; "off": no heartbeat, so lost ranks are not noticed either.
+#: The seconds after which a run that hangs is ended; None: never; "off": no heartbeat, so lost ranks stay unnoticed too.
 HangTimeout = float | Literal["off"] | None
 
 _MIN_SECRET_BYTES = 8

@@ -59,13 +59,13 @@ class _Session:
     Attributes:
         world: the current world; None outside of a world.
         made_group: ``init`` made the default process group, so ``shutdown`` destroys it.
-        backend: of the default process group, as asked for or chosen.
-        timeout_s: as given to ``init``.
+        backend: the backend of the default process group, as asked for or chosen.
+        timeout_s: the time limit that was given to ``init``.
         set_interfaces: names of the variables of gloo and NCCL that ``init`` set and ``shutdown`` removes.
         meeting: the open store; kept after ``shutdown``, because a peer may enter its next world before this rank has left.
         met_at: the meeting point of ``meeting``.
         generation: how many worlds were entered through ``meeting``.
-        heartbeat: of this rank, to be stopped before the group is destroyed.
+        heartbeat: the heartbeat of this rank, which must stop before the group is destroyed.
         before_leaving: functions that ``shutdown`` calls before it destroys the group.
         process: number of the process that entered the world; a forked child is no rank.
     """

@@ -117,7 +117,7 @@ def _step(environ: Mapping[str, str]) -> _Step | None:
     tasks = node_lists.counts(text) if text else []
     if node_rank is None or node_rank >= len(tasks) or sum(tasks) != size:
         # In a step with several parts (srun ... : ...) Slurm 22 gives each task the counts of all parts. Where a count does
-        # not fit, the nodes are determined in the roll call instead.
+        # not fit, the roll call of the ranks determines the nodes instead.
         return _Step(rank, size, local_rank, None, None, None)
     if local_rank is not None and local_rank >= tasks[node_rank]:
         what = f"environment variable SLURM_LOCALID must be below the {tasks[node_rank]} tasks of node {node_rank}"

@@ -16,7 +16,7 @@ from guozhuang.errors import explain
 OLDEST = (2, 11)
 
 #: The renamed methods of a process group, each with its name in older versions. PyTorch's own backends have the older names
-#: in all versions, so we call them by those.
+#: in all versions, so we call their methods by the older names.
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "all_gather_single": "_allgather_base",
@@ -29,12 +29,12 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 
 
 def require(part: str, oldest: tuple[int, int] = OLDEST, version: str = torch.__version__) -> None:
-    """Raise if PyTorch is too old for ``part``; to be called when ``part`` is imported.
+    """Raise if PyTorch is too old for the module ``part``, which calls this when it is imported.
 
     Args:
         part: the module that needs PyTorch, for the error's text.
         oldest: the first version, major and minor, with which it works.
-        version: of PyTorch, as in ``torch.__version__`` ("2.13.0+cpu").
+        version: the version of PyTorch, as in ``torch.__version__`` ("2.13.0+cpu").
 
     Raises:
         ImportError: this PyTorch is older, or was built without ``torch.distributed``.
@@ -49,7 +49,7 @@ def require(part: str, oldest: tuple[int, int] = OLDEST, version: str = torch.__
         raise ImportError(explain(what, fix="install a build from pytorch.org or PyPI"))
 
 
-require("guozhuang.world")  # before the lines below look up functions that older versions lack
+require("guozhuang.world")  # raise here, before the lines below look up functions that older versions lack
 
 # These two functions are looked up by getattr, because older versions of PyTorch lack them.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
