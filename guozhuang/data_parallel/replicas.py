@@ -113,7 +113,7 @@ def _refuse_unreplicable(modules: Sequence[Module]) -> None:
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> dict[torch.device, list[Tensor]]:
-    """Return the tensors on each of the devices; on ``devices[0]`` the tensors themselves, or aliases of their memory."""
+    """Return, for each device, the tensors on it: copies, but on ``devices[0]`` the tensors or aliases of their memory."""
     here = devices[0]
     others = [d for d in dict.fromkeys(devices) if d != here]
     if not others or not tensors:

@@ -20,7 +20,7 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any, modu
     """Return the group to communicate over: the one given, that of a 1-dimensional mesh, or the default one.
 
     Raises:
-        RuntimeError: both were given, or a mesh of more axes, or there is no default group (as PyTorch raises).
+        RuntimeError: both were given, the mesh has more axes, or there is no default group (as PyTorch raises).
     """
     if process_group is not None and device_mesh is not None:
         raise RuntimeError(explain("both process_group and device_mesh were given", fix="give one of them"))

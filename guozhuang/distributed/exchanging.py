@@ -73,7 +73,7 @@ class Exchanging:
 
         Raises:
             TypeError: ``hook`` is not callable, or has no parameter ``bucket``.
-            UsageError: its annotations are not those of a hook.
+            UsageError: the annotations of ``hook`` are not those of a communication hook.
             RuntimeError: a hook was registered before, or gradients have been exchanged already.
         """
         check_hook(hook)
@@ -114,7 +114,7 @@ class Exchanging:
         in the saved run, whatever their size limit is now, as codes may depend on it, unless other parameters are trained.
 
         Raises:
-            UsageError: it was saved with another exchange, or for other parameters.
+            UsageError: the state was saved with another exchange, or for other parameters.
         """
         if self.reducer is not None:
             self.reducer.load_exchange_state(saved["exchange"], int(saved["step"]), saved.get("layout"))
@@ -125,7 +125,7 @@ class Exchanging:
             self.around.load_state_dict(saved["weights"])
 
     def use_weight_exchange(self, exchange: WeightExchange[Any], optimizer: Optimizer) -> None:
-        """Exchange weights around the optimizer's steps, and leave gradients local where the method does so.
+        """Exchange weights around the optimizer's steps; gradients stay on each rank unless the method averages them.
 
         Every rank must call it, before any backward. The ranks' weights are made equal before evaluation
         (``model.eval()``), before ``state_dict()`` and at the end of ``join()``, if there was a step since, or weights were

@@ -76,7 +76,7 @@ def check_can_join(ddp: DistributedDataParallel) -> None:
     """Raise if the module communicates in its forward: a rank without data calls no forward, and could not take part.
 
     Raises:
-        UsageError: it has a SyncBatchNorm part.
+        UsageError: the module has a SyncBatchNorm part.
     """
     if ddp.process_group.size() == 1:
         return

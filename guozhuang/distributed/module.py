@@ -299,7 +299,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
             self.reducer.after_forward(tensors_with_graph(outputs))
 
     def take_up_changes(self) -> None:
-        """Finish the last backward, and compare ranks if ``requires_grad`` was switched since. Every rank must call it.
+        """Check the last backward, and compare ranks if ``requires_grad`` was switched since then. Every rank must call it.
 
         Raises:
             UsageError: ``requires_grad`` was switched inside a join context.

@@ -37,7 +37,7 @@ class HasMomenta(Protocol):
         ...
 
     def momenta(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, float]]:
-        """Return for each parameter its momentum m (None if it is all zeros) and b1 (0.0 for a parameter without momentum)."""
+        """Return for each parameter its momentum (None if all zeros) and the momentum's decay b1 (0.0 without momentum)."""
         ...
 
     def loss_scale(self) -> float:
@@ -122,7 +122,7 @@ class _Momenta:
         self._momenta, self._scale = momenta, scale
 
     def enter(self, values: Tensor) -> bool:
-        """Replace gradients by updated momenta, without the gradients' scale; return False if all gradients are zero."""
+        """Replace gradients by updated momenta, divided by the loss scale; return False if all gradients are zero."""
         if not bool(values.any()):
             return False
         own = [(1 - beta) / self._scale for _, beta in self._momenta]
@@ -132,7 +132,7 @@ class _Momenta:
         return True
 
     def leave(self, values: Tensor, share: float) -> None:
-        """Replace the mean momenta by mean gradients, with the gradients' scale."""
+        """Replace the mean momenta by mean gradients, multiplied by the loss scale."""
         views = self._views(values)
         self._add(views, -share)
         torch._foreach_mul_(views, [self._scale / (1 - beta) for _, beta in self._momenta])

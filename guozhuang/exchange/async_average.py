@@ -53,13 +53,13 @@ class AsyncState:
 
     Attributes:
         group: the ranks.
-        lane: runs the rounds, with the copies s and S/n - s of the weights; None for one rank.
-        meeting: a second lane, in which ranks wait for each other in ``agree``; None for one rank.
+        lane: runs the averaging rounds in a thread, with the copies s and S/n - s of the weights; None for one rank.
+        meeting: a second ``Lane``, in which ranks wait for each other in ``agree``; None for one rank.
         notices: records in the store which ranks have called ``agree``, for error texts; None for one rank.
         device: the device of the weights.
         num_rounds: how many rounds this rank has started.
         num_meetings: how many times this rank has called ``agree``.
-        began_s: when the last round began, on the clock of ``time.monotonic``.
+        began_s: the start of the last averaging round, in seconds of ``time.monotonic``.
         applies: whether the result of the round in flight is to be added to the weights; False after other weights were loaded.
     """
 

@@ -103,7 +103,7 @@ class GradientExchange(Exchange[State]):
 
     @property
     def repeatable(self) -> bool:
-        """Whether a bucket may be started twice with the same step number, so that the first result is discarded.
+        """Whether a bucket may be exchanged twice in one step, so that the first result is discarded.
 
         This is False for methods that keep errors or momentum from one call to the next. Under ``sharded`` gradients are sent
         while backward runs if the method is repeatable, and those that change before the step are sent again.

@@ -54,7 +54,7 @@ class Cast(AroundGradients[CastState]):
         for bucket in buckets:
             first = bucket.parameters[0]
             one = torch.empty(1, dtype=self.wire_dtype(first.dtype), device=first.device)
-            stand_ins = [one.expand(p.numel()) for p in bucket.parameters]  # right shapes, memory of one element
+            stand_ins = [one.expand(p.numel()) for p in bucket.parameters]  # for their shapes: views of one element
             wires[bucket.index] = Bucket(bucket.index, bucket.is_last, bucket.names, stand_ins)
         return CastState(wires, self.inner.prepare(list(wires.values()), group, before.inner if before else None))
 

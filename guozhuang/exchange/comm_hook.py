@@ -132,7 +132,7 @@ class CommHook(GradientExchange[None]):
         return _HookWork(future, bucket, name)
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> None:
-        """Return None: the bytes depend on the hook."""
+        """Return None: the bytes depend on what the hook sends."""
 
 
 def check_hook(hook: Hook) -> None:

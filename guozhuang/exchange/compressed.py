@@ -105,7 +105,7 @@ class Residuals:
         self._padding[index].zero_()
 
     def rows(self, index: int) -> Tensor:
-        """Return the kept rows of a bucket, to be changed in place: (ranks, row length), or (1, row length) if ``owned``.
+        """Return a bucket's rows of errors, to be changed in place: (ranks, row length), or (1, row length) if ``owned``.
 
         A caller that writes to them must call :meth:`clear_padding` afterwards.
         """
@@ -127,7 +127,7 @@ class Residuals:
         return names
 
     def by_name(self) -> dict[str, Tensor]:
-        """Return flat copies by parameter. If ``owned``, rows are gathered from all ranks, and every rank must call."""
+        """Return flat copies of the errors by parameter. If ``owned``, they are gathered, and every rank must call."""
         whole = {index: self._gathered(kept) for index, kept in self._kept.items()}
         return {name: whole[index][begin:end].clone() for name, (index, begin, end) in self._spans.items()}
 
@@ -240,7 +240,7 @@ class Compressed(GradientExchange[CompressedState]):
 
     @override
     def state_dict(self, state: CompressedState) -> dict[str, Any]:
-        """Return, by parameter, "sent" and "momentum" of this rank, and "means", which is the same on all ranks."""
+        """Return by parameter the errors of what this rank "sent" and of the "means" (equal on all ranks), and "momentum"."""
         saved = dict(zip(("sent", "means"), (each.by_name() for each in state.feedback), strict=False))
         return saved if state.momentum is None else {**saved, "momentum": state.momentum.by_name()}
 
@@ -275,7 +275,7 @@ class Compressed(GradientExchange[CompressedState]):
         return self.start_around(bucket, state, step, None)
 
     def start_around(self, bucket: Bucket, state: CompressedState, step: int, around: Around | None) -> Work:
-        """Start the exchange like ``start``, with calls of ``around`` before coding and after decoding; not for one rank."""
+        """Start the exchange like ``start``; if there are several ranks, call ``around`` before coding and after decoding."""
         if not bucket.flat.numel():
             return Done()
         if state.group.size() == 1:
@@ -386,7 +386,7 @@ class Compressed(GradientExchange[CompressedState]):
         return num_without
 
     def _decode(self, codes: Tensor, rows: Tensor) -> int:
-        """Decode all rows; zero those of ranks with nothing to add, and return how many of these there were."""
+        """Decode the codes of all ranks; zero the rows of ranks with nothing to add, and return the number of such ranks."""
         self.codec.decode(codes[:, _HEADER_BYTES:], rows)
         header = codes[:, :_HEADER_BYTES].view(torch.float32)
         without = header[:, 1] != 0

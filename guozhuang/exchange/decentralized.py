@@ -46,7 +46,7 @@ class DecentralizedState:
 
     Attributes:
         group: the ranks.
-        lane: runs the exchanges in a thread and holds the copies that are sent; None for one rank.
+        lane: runs the exchanges in a thread and holds the copies of the weights that are sent; None for one rank.
     """
 
     group: dist.ProcessGroup
@@ -55,7 +55,7 @@ class DecentralizedState:
 
 @dataclass(frozen=True)
 class Decentralized(WeightExchange[DecentralizedState]):
-    """Average the weights while forward and backward run.
+    """Averages the weights while forward and backward run.
 
     The exchange starts after an optimizer step and its result is written before the next one. Nothing is sent before the first
     step, because all weights are still equal.

@@ -35,7 +35,7 @@ class FragmentPiece:
 
     @property
     def name(self) -> str:
-        """The parameter's name, with the dim and the range for a part of it."""
+        """The parameter's name; for a part of a parameter also its dimension and range."""
         return self.parameter if self.dim is None else f"{self.parameter}[dim {self.dim}, {self.begin}:{self.end}]"
 
     def of(self, whole: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
         (entering, leaving), passage, devices = state.lanes, _Passage(), [bucket.flat.device]
 
         def enter() -> None:
-            if not is_plain(self.outer):  # a lossy ``outer`` gets the node's sum and could not name the rank
+            if not is_plain(self.outer):  # warn here: ``outer`` gets a sum and could not name the rank
                 assert state.groups is not None
                 rank = state.groups.nodes.rank
                 warn_unless_finite(bucket, in_float32(numbers(bucket)), step, rank, "it reaches all ranks")
@@ -220,7 +220,7 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
         work.wait()
         if held.part is not None:
             own, part = wire if held.own is None else held.own, numbers(held.part)
-            if own.data_ptr() != part.data_ptr():  # also on a node of one rank, to round as others do
+            if own.data_ptr() != part.data_ptr():  # copy even on a node of one rank, to round as others do
                 own[: part.numel()].copy_(part)
         if held.own is not None:
             versions.all_gather_single(wire, held.own, group=group)

@@ -113,7 +113,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
 
     @torch.no_grad()
     def after_step(self, state: RingState, step: int) -> None:
-        """Send the coded difference t to both neighbours, update W, L and R, and replace the weights by W.
+        """Send the coded difference to both neighbours, update the three replicas, and set the weights to this rank's own one.
 
         Raises:
             WorldError: a neighbour has ended, or did not take part within the group's time-out; the text names it.

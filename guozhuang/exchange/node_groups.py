@@ -98,8 +98,8 @@ def on_leaders(
     Args:
         groups: the groups of this rank.
         act: called on the first rank of each node only.
-        device: the device on which the ranks of a node tell each other what happened.
-        made: the groups that this call makes on ranks that do not lead are appended to it.
+        device: the device for the tensors by which the ranks of a node learn the outcome.
+        made: a list to which this call appends the groups that it makes on ranks that do not lead.
 
     Raises:
         Exception: the error of ``act``, on the rank that leads.

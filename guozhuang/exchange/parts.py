@@ -67,7 +67,7 @@ def cut(bucket: Bucket, place: int, size: int, wire_dtype: torch.dtype) -> Part:
         begin += count
     one, part = flat.new_empty(1), None
     if pieces:
-        stand_ins = [one.expand(piece.end - piece.begin) for piece in pieces]  # right shapes, memory of one
+        stand_ins = [one.expand(piece.end - piece.begin) for piece in pieces]  # shapes only: views of one element
         part = Bucket(bucket.index, bucket.is_last, [piece.name for piece in pieces], stand_ins)
     wire = None
     if wire_dtype != flat.dtype or length * size != flat.numel():

@@ -72,7 +72,7 @@ class PowerState:
 
 @dataclass(frozen=True)
 class PowerSGD(GradientExchange[PowerState]):
-    """Low-rank exchange with error feedback.
+    """Averages gradients as products of thin matrices, with error feedback.
 
     Args:
         rank: columns of P and Q.
@@ -122,7 +122,7 @@ class PowerSGD(GradientExchange[PowerState]):
             rank = min(self.rank, m, n)
             basis = torch.empty(len(members), n, rank)
             for number, i in enumerate(members):
-                # The seed depends on the name, so that a parameter's first Q does not depend on the bucket layout.
+                # The seed depends on the parameter's name, so that its first matrix Q is the same in every bucket layout.
                 random = torch.Generator().manual_seed(self.seed + sum(bucket.names[i].encode()))
                 basis[number] = torch.randn(n, rank, generator=random)
             error, wanted = (torch.zeros(len(members), m, n, device=device) for _ in range(2))

@@ -47,9 +47,9 @@ class _Piece:
 
     Attributes:
         part: the piece as a bucket, which shares the memory of the whole bucket during a pass.
-        first: index of its first parameter in the bucket.
-        start: index of its first element in the bucket's flat tensor.
-        is_table: whether it is a table, which may be sent by rows.
+        first: index of the piece's first parameter in the bucket.
+        start: index of the piece's first element in the bucket's flat tensor.
+        is_table: whether the piece is a table, which may be sent by rows.
     """
 
     part: Bucket
@@ -93,9 +93,9 @@ class _Pieces:
 
 @dataclass(frozen=True)
 class SparseRows(AroundGradients[SparseRowsState]):
-    """Sends the used rows of tables (long matrices, as of embeddings), and other gradients through ``inner``. Exact if it is.
+    """Sends the used rows of tables (such as embeddings), and other gradients through ``inner``. Exact if ``inner`` is.
 
-    A table is a matrix of 256 KiB or more with at least 16 times as many rows as columns. Each step decides anew, from the
+    A table is a matrix of 256 KiB or more with at least 16 times as many rows as columns. Each step decides again, from the
     number of rows that are not zero, whether sending rows is cheaper.
 
     Args:
@@ -187,7 +187,7 @@ def _cut(bucket: Bucket, num_before: int) -> list[_Piece]:
 
     def end(members: list[int], is_table: bool) -> None:
         names, parameters = [bucket.names[i] for i in members], [bucket.parameters[i] for i in members]
-        # The part has no memory of its own: it is a view of the bucket's.
+        # The part has no memory of its own: its flat tensor is a view of the whole bucket's.
         flat = bucket.flat.narrow(0, start, sum(p.numel() for p in parameters))
         part = Bucket(num_before + len(pieces), False, names, parameters, allocate=lambda *_: flat)
         pieces.append(_Piece(part, members[0], start, is_table))

@@ -44,11 +44,11 @@ class WeightExchange(Exchange[State]):
 
     @abstractmethod
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> State:
-        """Make the state. Every rank must call, with equal weights.
+        """Make the state of the exchange. Every rank must call, with equal weights.
 
         Args:
             parameters: the parameters that are trained; of any dtypes and shapes, on one device type.
-            group: the ranks. A method that sends from a thread makes a second group of the same ranks (a twin) for it.
+            group: the ranks. A method that sends from a thread makes a second group of the same ranks for that.
         """
 
     def miss_step(self, state: State, step: int) -> None:

@@ -129,7 +129,7 @@ class Carrier(ABC):
         self._on_gradient(index)
 
     def close(self) -> None:
-        """Remove the hooks. Parameters and gradients keep their values and stay usable; ``weights`` does not."""
+        """Remove the hooks from the parameters, which stay usable, as do their gradients; ``weights`` does not."""
         self.synchronize()
         self._start_over()
         for handle in self._handles:
@@ -239,7 +239,7 @@ def put_back(parameter: Tensor, place: Tensor, name: str, rank: int) -> None:
     """Copy a parameter that was given other memory (``p.data = ...``) to ``place``, and make ``place`` its memory again.
 
     Raises:
-        UsageError: it has another dtype, device or shape now.
+        UsageError: the parameter has another dtype, device or shape now.
     """
     if (parameter.dtype, parameter.device, parameter.shape) != (place.dtype, place.device, place.shape):
         what = (

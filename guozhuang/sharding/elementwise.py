@@ -35,12 +35,12 @@ WHY_NOT = {
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that would not give the same result on parts of the weights.
+    """Raise if an optimizer would not give the same result when it steps parts of the weights.
 
     A class or an instance declares itself by an attribute ``elementwise`` (True or False), which is trusted.
 
     Raises:
-        UsageError: it is not known to act element by element, or its parameter groups have ``differentiable=True``.
+        UsageError: the optimizer is not known to act element by element, or a group has ``differentiable=True``.
     """
     name = type(optimizer).__name__
     declared: Any = getattr(optimizer, "elementwise", None)
@@ -65,7 +65,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def steps_as_torch(kind: type[Optimizer]) -> bool:
-    """Tell whether a class steps exactly as one of PyTorch's elementwise optimizers, all of whose state belongs to weights."""
+    """Tell whether a class has the step of one of PyTorch's elementwise optimizers, all of whose state belongs to weights."""
     return any(
         issubclass(kind, known) and all(_function(kind, name) is _function(known, name) for name in _STEPS_BY)
         for known in ELEMENTWISE

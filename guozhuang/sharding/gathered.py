@@ -1,4 +1,4 @@
-"""The carrier for any process group: each bucket is reduce-scattered, stepped in parts, and all-gathered.
+"""The ``Carrier`` for any process group: each bucket is reduce-scattered, stepped in parts, and all-gathered.
 
 [Note: reading waits] After a step each rank holds new values of its own part only; the rest arrives by an all-gather that
 writes into the memory of the parameters. Until it is done nothing may read that memory, and there are many readers: the next
@@ -179,7 +179,7 @@ class Gathering:
 
     Args:
         work: the running all-gather.
-        parameters: of the class ``nn.Parameter`` itself; they become :class:`Arriving` until the all-gather has ended.
+        parameters: objects of the class ``nn.Parameter`` itself; they become :class:`Arriving` until the all-gather has ended.
     """
 
     def __init__(self, work: dist.Work, parameters: Sequence[nn.Parameter]) -> None:
@@ -235,7 +235,7 @@ def _finish(parameter: nn.Parameter) -> None:
 def reads_past_python(model: nn.Module) -> bool:
     """Tell whether compiled code may read the model's parameters. See [Note: reading waits]."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
-    # PyTorch marks its own functions that are not to be compiled with the backend None.
+    # PyTorch records the backend None for its own functions that must not be compiled; they do not count here.
     if compiler is not None and any(backend is not None for backend in compiler.cached_backends.values()):
         return True
     return any(isinstance(part, torch.jit.ScriptModule) for part in model.modules())

@@ -260,7 +260,7 @@ class ShardedOptimizer(WrappedOptimizer):
         """Continue from the state that :meth:`exchange_state_dict` returned on this rank. Every rank must call.
 
         Raises:
-            UsageError: it was saved with another exchange, or for other parameters.
+            UsageError: the state was saved with another exchange, or for other parameters.
         """
         used = self.carrier.exchanging
         if (used is None) != (not saved):

@@ -27,11 +27,11 @@ class Member:
     """The properties of one parameter on which the layout depends.
 
     Attributes:
-        num_elements: may be 0.
+        num_elements: number of elements, which may be 0.
         dtype: dtype of the parameter, its gradient and its flat tensor.
         device: device of the parameter.
-        group: index of its parameter group in the optimizer.
-        position: its index among the model's parameters; later ones get their gradients earlier.
+        group: index of the parameter's group in the optimizer.
+        position: the parameter's index in the model; later parameters get their gradients earlier.
     """
 
     num_elements: int
@@ -72,7 +72,7 @@ class Block:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements, with the padding."""
+        """The block's number of elements, with the padding."""
         return self.end - self.start
 
     @property
@@ -122,7 +122,7 @@ class Layout:
     Attributes:
         num_ranks: number of slices of a bucket.
         members: the parameters that require a gradient, by index, in the user's order over all groups.
-        buckets: in the order in which their collectives are issued.
+        buckets: all buckets, in the order in which their collectives are issued.
         block_elements: upper bound of a block.
     """
 
@@ -191,7 +191,7 @@ class Layout:
 
 
 def aligned(num_elements: int) -> int:
-    """Round up to a multiple of :data:`ALIGN_ELEMENTS`."""
+    """Round ``num_elements`` up to a multiple of :data:`ALIGN_ELEMENTS`."""
     return -(-num_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
 
 
@@ -201,7 +201,7 @@ def lay_out(
     cap_bytes: int = DEFAULT_CAP_BYTES,
     block_elements: int = BLOCK_ELEMENTS,
 ) -> Layout:
-    """Divide parameters among ranks.
+    """Assign the elements of parameters to buckets, ranks and blocks.
 
     Args:
         members: the parameters, by index.

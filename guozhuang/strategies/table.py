@@ -40,8 +40,8 @@ class Strategy:
         one_process: whether the whole global batch goes through one process, so that a world of several ranks is impossible.
         prepare: applies the strategy to a model and its optimizer on every rank; returns a ``PreparedPair`` to own the step.
         source: the paper or the software on which the strategy is based, for reports; empty if there is none.
-        takes_groups: whether its buckets can go to several process groups in turn.
-        warmup_steps: number of first steps in which it sends more bytes than later.
+        takes_groups: whether the strategy can send its buckets through several process groups in turn.
+        warmup_steps: number of first steps in which the strategy sends more bytes than later.
     """
 
     name: str

@@ -50,7 +50,7 @@ class AroundSteps:
 
     Args:
         module: the module, without a wrapper, whose weights are exchanged.
-        optimizer: the optimizer around whose steps they are exchanged; it must hold all trained parameters.
+        optimizer: the optimizer around whose steps weights are exchanged; it must hold all trained parameters.
         exchange: the method; equal on all ranks.
         group: the ranks.
         ignored: names of parameters and buffers that are left alone.
@@ -334,7 +334,7 @@ def check_weight_exchange(exchange: object) -> None:
     """Raise unless ``exchange`` is a WeightExchange.
 
     Raises:
-        UsageError: it is another object.
+        UsageError: ``exchange`` is another object.
     """
     if not isinstance(exchange, WeightExchange):
         fix = "give an object such as guozhuang.exchange.local_sgd.LocalSGD(16); use_exchange takes those of gradients"

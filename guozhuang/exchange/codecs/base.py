@@ -19,7 +19,7 @@ def aligned(num_bytes: int) -> int:
 
 
 class Codec(ABC):
-    """A code whose length depends on the number of elements only. Hyper-parameters are fields of a frozen dataclass.
+    """A lossy code whose length depends only on the number of elements. Hyper-parameters are fields of a frozen dataclass.
 
     A row is one rank's part of a bucket. The caller must not pass rows with NaN or infinity, which codes cannot represent.
     """
@@ -33,7 +33,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
-        """Write the code of each row.
+        """Encode each row of ``rows`` into a row of ``codes``.
 
         Args:
             rows: (rows, elements), float32, finite; not to be changed.
@@ -42,7 +42,7 @@ class Codec(ABC):
         """
 
     def encode_with_feedback(self, rows: Tensor, codes: Tensor, random: torch.Generator, lost: Tensor) -> None:
-        """Write the code of ``rows + lost``, and write the error of that code to ``lost``.
+        """Encode ``rows + lost`` into ``codes``, and write the error of that code to ``lost``.
 
         Args:
             rows: as for ``encode``, but may be changed.
@@ -57,7 +57,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, codes: Tensor, rows: Tensor) -> None:
-        """Write the decoded values of each code.
+        """Decode each row of ``codes`` into a row of ``rows``.
 
         Args:
             codes: (rows, bytes), uint8, aligned as for ``encode``, which wrote them on any rank.

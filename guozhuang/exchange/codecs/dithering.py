@@ -64,7 +64,7 @@ class Dithering(BlockCodec):
 
     @property
     def num_levels(self) -> int:
-        """The number of levels on each side of zero."""
+        """The number of levels, on each side of zero, to which values are rounded."""
         return int(2 ** (self.bits - 1)) - 1
 
     @property
@@ -138,7 +138,7 @@ def chances(count: int, first: int, second: int) -> Tensor:
     and one more product at the end, without which the numbers for two values of the second seed would differ by a constant.
     """
     parts = []
-    for begin in range(0, count, _CHUNK):  # in chunks that fit into the cache
+    for begin in range(0, count, _CHUNK):  # a chunk fits into the cache
         x = torch.arange(begin, min(count, begin + _CHUNK)).add_(first).bitwise_and_(_BITS_32)
         x ^= x >> 16
         x.mul_(0x85EBCA6B).bitwise_and_(_BITS_32)

@@ -23,7 +23,7 @@ _GREATEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class OneBit(BlockCodec):
-    """Codes each element by its sign.
+    """Codes each element as its sign, in one bit.
 
     Args:
         scaling: whether to send the mean magnitude of each block; otherwise every element is decoded as 1 or -1.

@@ -49,8 +49,8 @@ class AsyncServersState:
         leaving: buffer from which changes are sent: ``changed`` itself, or a copy on the CPU.
         coming: buffer into which weights are received: ``pulled`` itself, or a copy on the CPU.
         parts: the parts into which the flat tensors are cut; empty for a single worker without server processes.
-        num_steps: see [Note: numbers of steps] in ``protocol``.
-        rests: whether this worker has told the servers that its data has ended.
+        num_steps: the worker's number of steps since the last ``agree``. See [Note: numbers of steps] in ``protocol``.
+        rests: whether this worker has reported to the servers that its data has ended.
     """
 
     group: dist.ProcessGroup

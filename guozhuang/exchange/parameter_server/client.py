@@ -52,12 +52,12 @@ class ServedPart:
     """A piece of a flat tensor that is sent in a message of its own.
 
     Attributes:
-        index: its number among all parts of the layout; the same on all ranks.
-        tensor: the number of the flat tensor from which it is cut.
-        start: the position of its first element in that tensor.
-        num_elements: its number of elements.
-        num_bytes: its size in bytes.
-        server: the number of its server, from 0.
+        index: the part's number among all parts of the layout; the same on all ranks.
+        tensor: the number of the flat tensor from which the part is cut.
+        start: the position of the part's first element in that tensor.
+        num_elements: the part's number of elements.
+        num_bytes: the part's size in bytes.
+        server: the number of the server that holds the part, from 0.
         urgency: waiting parts are sent in ascending order of this number.
     """
 
@@ -163,7 +163,7 @@ class Connection:
             self._sender.close()
 
     def wait(self, limit_s: float) -> None:
-        """Wait until both threads have ended, for at most ``limit_s`` seconds each."""
+        """Wait until the sending and the receiving thread have ended, for at most ``limit_s`` seconds each."""
         self._sender.join(limit_s)
         self._receiver.join(limit_s)
 

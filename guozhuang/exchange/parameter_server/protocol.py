@@ -288,7 +288,7 @@ def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: fl
         rank: the rank of this process among workers and servers.
         num_workers: the number of workers, which have the ranks from 0 on.
         count: the number of server processes; 0 if the workers serve.
-        limit_s: see :class:`ServerGroup`.
+        limit_s: the limit of each wait for another process, in seconds.
         keeper: the host that keeps the servers' store, if it may be another host than this one.
 
     Raises:

@@ -67,7 +67,7 @@ def serve(store: dist.Store, place: int, count: int, stay: bool, keeper: str = "
         place: the number of this server, from 0.
         count: how many servers there are.
         stay: whether to wait for further workers.
-        keeper: see :func:`protocol.join`.
+        keeper: the host that keeps the store, if it may be another host than this one.
         linger_s: without ``stay``, how long to wait for further workers after the last ones have left, in seconds.
     """
 
@@ -81,7 +81,7 @@ def serve(store: dist.Store, place: int, count: int, stay: bool, keeper: str = "
         try:
             found = protocol.announced(store, number)
         except RuntimeError:
-            for each in served:  # connected groups no longer need the store
+            for each in served:  # wait for connected groups, which no longer need the store
                 each.work.wait()
             if stay:  # the store ended because the run is over
                 return 0

@@ -288,7 +288,7 @@ class Service:
 
     Attributes:
         parts: the parts that this server keeps.
-        failed: the reason of its failure; "" while it did not fail.
+        failed: the reason why the service failed; "" if it has not failed.
     """
 
     def __init__(self, group: ServerGroup, says: bool = False) -> None:
@@ -327,7 +327,7 @@ class Service:
             self._over.set()
 
     def fail(self, lost: int | None, text: str) -> None:
-        """End the service for all workers with a reason; later calls have no effect."""
+        """End the service for all workers, and report the reason; later calls have no effect."""
         with self._lock:
             if self._over.is_set():
                 return

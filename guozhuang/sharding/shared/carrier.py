@@ -1,6 +1,6 @@
 """The ``Carrier`` for ranks of one node: one copy of the weights, gradients read from other ranks' memory, no all-gather.
 
-A step has two meetings of all ranks (see [Note: one copy of the weights] in weights.py). Between them each rank sums its
+A step has two barriers of all ranks (see [Note: one copy of the weights] in weights.py). Between them each rank sums its
 part of all ranks' gradients and steps it, one stretch after another, so that a sum is still in the cache when the
 optimizer reads it.
 """

@@ -107,7 +107,7 @@ class RowPlace:
         self._rows: Tensor | None = None
 
     def put(self, gradient: Tensor, rows: Tensor) -> None:
-        """Make the copy equal to a gradient that is nonzero in these rows only."""
+        """Make the copy equal to ``gradient``, which is nonzero only in ``rows``."""
         with torch.no_grad():
             if self._rows is None:
                 self._view.zero_()

@@ -11,7 +11,7 @@ shared buffer (linear_gradients.py). The others are copied to the buffer in one 
    gradients that are mostly zeros, for small ones, for which a hook takes longer than the copy, and for all in the first step,
    which shows which are mostly zeros. Ranks may choose differently. Nothing is assumed of the gradient before the step, so it
    does not matter how or when it was changed.
-Other ranks may read a gradient from the first meeting of a step to the second ([Note: one copy of the weights] in
+Other ranks may read a gradient from the first barrier of a step to the second ([Note: one copy of the weights] in
 weights.py); nothing writes to the buffer then.
 """
 
@@ -199,7 +199,7 @@ class SharedGradients:
         first = start // PAGE_BYTES
         return self._marks[first : first + num_pages(start, size)]
 
-    # ---- all ranks' gradients, between the two meetings of a step ------------------------------------------------------------
+    # ---- all ranks' gradients, between the two barriers of a step ------------------------------------------------------------
 
     def used(self) -> list[bool]:
         """Return for each parameter whether any rank has a gradient."""

@@ -31,7 +31,7 @@ class GradientPlace:
 
     Args:
         parameter: the weight, num_outputs x num_inputs, row-major.
-        view: of its shape and strides; only this object and its creator may hold its storage.
+        view: part of the buffer, with the weight's shape and strides; only this object and its creator may hold its storage.
     """
 
     def __init__(self, parameter: nn.Parameter, view: Tensor) -> None:

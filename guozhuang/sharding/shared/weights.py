@@ -2,14 +2,14 @@
 
 [Note: one copy of the weights]
 Every rank reads the weights in place while it computes, and each rank's optimizer writes its own part. No rank reads a weight
-while another writes it, because weights are written only inside ``step()``, between two meetings of all ranks:
- - The first meeting (``collect``): a rank joins it after its last backward of the step. Its forward and backward, which
-   read weights, are over; it does not leave before all ranks have joined. So when the first element is written every
+while another writes it, because weights are written only inside ``step()``, between two barriers of all ranks:
+ - The first barrier (``collect``): a rank reaches it after its last backward of the step. Its forward and backward, which
+   read weights, are over; it does not leave before all ranks have come. So when the first element is written every
    rank is inside ``step()``, and no rank reads more than the part that it alone writes.
- - The second meeting (``publish``): a rank joins it after its last write, and returns from ``step()`` only once all have
-   joined. So code that runs after ``step()`` sees all new weights and no further write before its own next ``step()``.
-Reading weights between steps (evaluation, ``state_dict``, ``deepcopy``, ``save``) therefore needs no meeting and may
-happen on one rank alone: the others cannot pass the first meeting without this rank. That reasoning does not cover
+ - The second barrier (``publish``): a rank reaches it after its last write, and returns from ``step()`` only once all have
+   done so. So code that runs after ``step()`` sees all new weights and no further write before its own next ``step()``.
+Reading weights between steps (evaluation, ``state_dict``, ``deepcopy``, ``save``) therefore needs no barrier and may
+happen on one rank alone: the others cannot pass the first barrier without this rank. That reasoning does not cover
 code that runs while its own process is inside ``step()``: other threads, and forked processes that
 share this memory. They need a copy of their own.
 
@@ -20,7 +20,7 @@ a moving average. Under data parallelism each rank applies the same change to it
 shared memory: a page that the program writes to becomes this rank's own, and nobody else sees it; all other pages
 show the one copy. At the next step the change is found (by the version counter that autograd keeps for every parameter,
 or because a parameter has other memory), ranks compare the new values, each rank copies its part of
-them into the one copy between the two meetings, and drops its private pages. All ranks must make the same changes, as they
+them into the one copy between the two barriers, and drops its private pages. All ranks must make the same changes, as they
 must under data parallelism; here it is checked. Writes through ``p.data`` bypass the counter, and raise when they are found:
 the kernel knows which pages are private. Asking it costs 50 ns a page, so the first steps test all of the weights, and each
 later step a part of them.
@@ -153,7 +153,7 @@ class SharedWeights:
     def take_up(self, changed: Sequence[int]) -> None:
         """Copy this rank's part of the changed weights to the shared copy, and drop this rank's private pages of them.
 
-        Every rank must call it, between the two meetings of a step.
+        Every rank must call it, between the two barriers of a step.
         """
         for bucket in self._layout.buckets:
             for piece in self._layout.pieces_in(bucket, *bucket.slice_of(self._rank)):
