@@ -4,10 +4,10 @@
 the others start theirs, and nothing fails until this rank reaches evaluation while the others wait for it in their last step.
 It cannot know that there, since ordinary steps do not publish step numbers. So a thread on each rank tests regularly whether
 the rank has been inside one step's exchange for long, and then writes that step's number to the store. A rank that waits in
-``gather`` reads these numbers. A number not below its own count of steps proves that it is behind: the other rank has started that step, and
-cannot end it without this rank. This rank then raises, and writes a notice for the others, whose exchange fails when it ends.
-Any other number, for example of a rank on a slow link, proves nothing. Keys contain the number of restarts, because a
-checkpoint may set the count of steps back.
+``gather`` reads these numbers. A number not below its own count of steps proves that it is behind: the other rank has started
+that step, and cannot end it without this rank. This rank then raises, and writes a notice for the others, whose exchange fails
+when it ends. Any other number, for example of a rank on a slow link, proves nothing. Keys contain the number of restarts,
+because a checkpoint may set the count of steps back.
 
 Because of [Note: what waiting costs the store] in groups/roll_call.py, one key counts how often a step number was written, and
 numbers are read only if there are new ones.
