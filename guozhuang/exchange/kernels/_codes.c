@@ -1,5 +1,5 @@
-/* Codes of gradients in few passes: one to measure a row or a block, one to write it. Meanings and rules: __init__.py.
-   The arithmetic is that of the torch operations in codecs/quantize8.py, dithering.py and onebit.py, rounding by rounding. */
+/* Codes gradients in two passes over a row or a block: one finds its scale, one writes its code. For arguments see __init__.py.
+   Every operation rounds as the torch operations in codecs/quantize8.py, dithering.py and onebit.py do, so bits are equal. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Several versions of a loop, chosen when the library is loaded. Needs ifunc, thus glibc. */
+/* Compile a function for several instruction sets; one is chosen when the library is loaded, which needs ifunc, so glibc. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     __GNUC__ >= 11
 #define VERSIONS __attribute__((target_clones("default", "avx2", "avx512f")))
@@ -24,21 +24,21 @@
 #define EACH(n) for (size_t k = 0; k < (n); k++)
 #endif
 
-#define INLINE static inline __attribute__((always_inline)) /* into each version of its caller */
-#define LANES 64   /* least and greatest are kept for so many places at once: a loop over them becomes vectors */
-#define CHUNK 2048 /* elements that are decoded and added while they are in the first-level cache; even */
+#define INLINE static inline __attribute__((always_inline)) /* compiles the function into each version of its caller */
+#define LANES 64   /* this many minima and maxima are kept at once, so that the compiler vectorizes the loop */
+#define CHUNK 2048 /* this many elements are decoded and added at once, so that they stay in the first-level cache; even */
 #define MAX_ROWS 4096
 
-/* Rows of numbers and their codes: the first ones, and how far the next are. With `lost` (else NULL) what is coded is the sum of
-   a row and its part of `lost`, where what the code loses of that is written. */
+/* The addresses of the first row of numbers and of its code, the steps to the next ones, and the sizes. If `lost` is not NULL,
+   the sum of a row and its row of `lost` is coded, and the error of that code is written to `lost`. */
 typedef struct {
     float *rows, *lost;
     unsigned char *codes;
-    size_t row_step, lost_step, code_step; /* elements, elements, bytes */
+    size_t row_step, lost_step, code_step; /* in elements, in elements, in bytes */
     size_t num_rows, length;
 } shape;
 
-/* ---- between the least and the greatest: codecs/quantize8.py ------------------------------------------------------------------- */
+/* ---- 8 bits per element, from the row's least to its greatest element: codecs/quantize8.py ---------------------------- */
 
 #define LEVELS 255.0f
 #define HEADER 8
@@ -63,7 +63,7 @@ VERSIONS static void bounds_of(const float *x, size_t n, float *bounds) {
         if (low[k] < low[0]) low[0] = low[k];
         if (high[k] > high[0]) high[0] = high[k];
     }
-    bounds[0] = low[0] + 0.0f; /* no zero with a minus */
+    bounds[0] = low[0] + 0.0f; /* turns -0.0 into 0.0 */
     bounds[1] = high[0] + 0.0f;
 }
 
@@ -80,7 +80,7 @@ VERSIONS static void to_bytes(const float *x, size_t n, float scale, float upper
     const float base = upper - LEVELS;
     EACH(n) {
         const float level = rintf(x[k] * scale), most = (level < upper ? level : upper) - base;
-        const float least = most > 0.0f ? most : 0.0f; /* roundings of large numbers may leave 0 .. 255 */
+        const float least = most > 0.0f ? most : 0.0f; /* rounding of large numbers may have left 0 .. 255 */
         q[k] = (unsigned char)(int32_t)(least < LEVELS ? least : LEVELS);
     }
 }
@@ -125,7 +125,7 @@ static void minmax8_decode_all(const shape *s) {
     }
 }
 
-/* One row of numbers: the mean of what all codes stand for, added in their order. */
+/* Write one row: the mean of the decoded values of all codes, added in the order of the codes. */
 static void minmax8_mean_all(const shape *s) {
     float scales[MAX_ROWS], uppers[MAX_ROWS];
     for (size_t i = 0; i < s->num_rows; i++) {
@@ -143,10 +143,10 @@ static void minmax8_mean_all(const shape *s) {
     }
 }
 
-/* ---- rounding at random, block by block, measured by the greatest magnitude: dithering.py ------------------------------ */
+/* ---- rounding at random in blocks, whose scale is their greatest magnitude: codecs/dithering.py ------------------------ */
 
 typedef struct {
-    int bits, natural; /* natural: levels are powers of two */
+    int bits, natural; /* bits of an element; whether levels are powers of two */
     size_t block;
     uint32_t seeds[2];
 } blocks;
@@ -154,7 +154,7 @@ typedef struct {
 static size_t num_blocks(const shape *s, const blocks *b) { return (s->length + b->block - 1) / b->block; }
 static size_t packed_at(const shape *s, const blocks *b) { return (4 * num_blocks(s, b) + 7) / 8 * 8; }
 
-/* As chances() in dithering.py: integers mixed, the upper 24 bits of which are a number in [0, 1). */
+/* Return the random number in [0, 1) that chances() in dithering.py gives at this position: the upper 24 bits of a hash. */
 INLINE float chance(uint32_t at, uint32_t first, uint32_t second) {
     uint32_t x = at + first;
     x ^= x >> 16;
@@ -167,7 +167,7 @@ INLINE float chance(uint32_t at, uint32_t first, uint32_t second) {
     return (float)(int32_t)(x >> 8) * 0x1p-24f;
 }
 
-/* The greatest magnitude of a block. Its bits as an integer rise with it. */
+/* Return the greatest magnitude of a block, found among the bits as integers, which have the same order. */
 VERSIONS static float greatest_of(const float *x, size_t n) {
     uint32_t most = 0;
     for (size_t k = 0; k < n; k++) {
@@ -181,7 +181,7 @@ VERSIONS static float greatest_of(const float *x, size_t n) {
     return value;
 }
 
-/* Of a block with greatest magnitude `most`, levels from 1 to 2 count + 1. */
+/* Write the level of each element of a block with greatest magnitude `most`: integers from 1 to 2 count + 1. */
 VERSIONS static void dither(const float *x, size_t n, float most, float count, uint32_t at, uint32_t first,
                             uint32_t second, unsigned char *levels) {
     const float least = 0x1p-126f, divisor = most < least ? least : most;
@@ -205,8 +205,8 @@ INLINE float float_of(uint32_t bits) {
     return x;
 }
 
-/* The same to levels that are 0 and powers of two up to the greatest magnitude. A number of the wanted range is 1.fraction times
-   the level below it; what is less than the least level, 2^(1 - count), lies between 0 and that one. */
+/* Write levels as dither() does, but for magnitudes that are 0 and powers of two. A magnitude is 1.fraction times the level
+   just below it, unless it is less than the least level, 2^(1 - count): then it lies between 0 and that level. */
 VERSIONS static void dither_naturally(const float *x, size_t n, float most, float count, uint32_t at, uint32_t first,
                                       uint32_t second, unsigned char *levels) {
     const float least = 0x1p-126f, divisor = most < least ? least : most;
@@ -224,14 +224,14 @@ VERSIONS static void dither_naturally(const float *x, size_t n, float most, floa
     }
 }
 
-/* What the number of a level stands for, as a share of the greatest magnitude. */
+/* Return the value of a level, from -top to top, as a share of the greatest magnitude. */
 INLINE float power_of(int32_t level, int32_t top) {
     const int32_t size = level < 0 ? -level : level;
     const float power = float_of((uint32_t)(size - top + 127) << 23), value = size == 0 ? 0.0f : power;
     return level < 0 ? -value : value;
 }
 
-/* Numbers of levels to what these stand for. */
+/* Replace levels by their values, as shares of the greatest magnitude. */
 VERSIONS static void to_powers(float *levels, size_t n, float count) {
     const int32_t top = (int32_t)count;
     EACH(n) levels[k] = power_of((int32_t)levels[k], top);
@@ -246,7 +246,7 @@ VERSIONS static void pack2(const unsigned char *l, size_t num_bytes, unsigned ch
         packed[k] = (unsigned char)(l[4 * k] << 6 | l[4 * k + 1] << 4 | l[4 * k + 2] << 2 | l[4 * k + 3]);
 }
 
-/* A block of bytes to levels, numbers from -count to count. */
+/* Unpack the bytes of a block, two levels in each, to levels from -count to count. */
 VERSIONS static void unpack4(const unsigned char *packed, size_t num_bytes, float zero, float *levels) {
     EACH(num_bytes) {
         levels[2 * k] = (float)(int32_t)(packed[k] >> 4) - zero;
@@ -304,7 +304,7 @@ static void dither_encode_all(const shape *s, const blocks *b, float *room) {
             (b->natural ? dither_naturally : dither)(from, n, most, count, (uint32_t)((i * whole + j) * b->block),
                                                      b->seeds[0], b->seeds[1], levels);
             if (lost != NULL) (b->natural ? keep_powers : keep_levels)(from, levels, n, count, most, lost);
-            memset(levels + n, (int)count + 1, b->block - n); /* zeros, whatever the chance */
+            memset(levels + n, (int)count + 1, b->block - n); /* the padding is coded as zeros, without random rounding */
             unsigned char *into = packed + j * num_bytes;
             if (b->bits == 4)
                 pack4(levels, num_bytes, into);
@@ -316,7 +316,7 @@ static void dither_encode_all(const shape *s, const blocks *b, float *room) {
     }
 }
 
-/* Into rows of their own, or (mean) into one. */
+/* Decode each code into a row of its own or, if `mean`, the mean of all codes into one row. */
 static void dither_decode_all(const shape *s, const blocks *b, int mean, float *levels) {
     const float count = (float)((1 << (b->bits - 1)) - 1);
     const size_t whole = num_blocks(s, b), num_bytes = b->block * (size_t)b->bits / 8, begin = packed_at(s, b);
@@ -338,9 +338,9 @@ static void dither_decode_all(const shape *s, const blocks *b, int mean, float *
     }
 }
 
-/* ---- signs: onebit.py ---------------------------------------------------------------------------------------------------- */
+/* ---- signs: codecs/onebit.py --------------------------------------------------------------------------------------------- */
 
-/* The sum of magnitudes times a power of 2, by halves: the second half is added to the first, until one is left. */
+/* Return the sum of magnitudes times `power`; the second half is added to the first half, until one element is left. */
 VERSIONS static float sum_of_magnitudes(const float *x, size_t n, size_t block, float power, float *room) {
     EACH(n) room[k] = fabsf(x[k]) * power;
     for (size_t k = n; k < block; k++) room[k] = 0.0f;
@@ -396,7 +396,7 @@ static void signs_encode_all(const shape *s, const blocks *b, int scaling, float
             const float scale = scaling ? mean_magnitude(from, n, b->block, room) : 1.0f;
             memcpy(code + 4 * j, &scale, sizeof scale);
             if (lost != NULL) keep_signs(from, n, scale, lost);
-            if (n < b->block) memset(copy + n, 0, (b->block - n) * sizeof *copy); /* zeros count as positive */
+            if (n < b->block) memset(copy + n, 0, (b->block - n) * sizeof *copy); /* the padding is coded as positive */
             pack_signs(from, num_bytes, code + begin + j * num_bytes);
         }
     }
@@ -418,7 +418,7 @@ static void signs_decode_all(const shape *s, const blocks *b, int mean, float *r
     }
 }
 
-/* ---- what Python calls ------------------------------------------------------------------------------------------------------ */
+/* ---- the module and its function `code` ------------------------------------------------------------------------------- */
 
 enum { MINMAX8, DITHER, SIGNS, SIGNS_ALONE, DITHER_NATURALLY, NUM_KINDS };
 enum { ENCODE, DECODE, MEAN, NUM_TASKS };

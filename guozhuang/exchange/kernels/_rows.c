@@ -1,13 +1,13 @@
-/* Which rows of a table are not all zeros, in one pass that leaves a row at its first number. Meaning and rules: __init__.py. */
+/* Finds the rows of a table that are not all zeros; each row is read only up to its first nonzero element. See __init__.py. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <stdint.h>
 #include <string.h>
 
-#define WORDS 32 /* looked at together: a loop over them becomes vectors */
+#define WORDS 32 /* this many words are tested at once, so that the compiler vectorizes the loop */
 
-/* Every sign bit is left out, so that -0.0 is zero. */
+/* Return a mask of all bits of the elements in a word but their signs, so that -0.0 counts as zero. */
 static uint64_t mask_of(int item_bytes) {
     switch (item_bytes) {
     case 2: return 0x7fff7fff7fff7fffu;
