@@ -174,7 +174,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
             self._precision.cast_buffers(self.module)
         self._connect()
 
-    # ---- start and pickling ---------------------------------------------------------------------------------------------
+    # ---- methods that set up the wrapper, and pickle it -----------------------------------------------------------------
 
     @property
     def ignored(self) -> frozenset[str]:
@@ -246,7 +246,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         if self.reducer is not None:
             self.reducer.timeline = timeline
 
-    # ---- a step -----------------------------------------------------------------------------------------------------------
+    # ---- methods of a training step ---------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module. With gradients enabled, the backward that follows averages gradients over all ranks."""
@@ -347,7 +347,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
-    # ---- uneven inputs ------------------------------------------------------------------------------------------------------
+    # ---- methods for ranks with different numbers of batches ----------------------------------------------------------------
 
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False

@@ -124,7 +124,7 @@ class Adasum(GradientExchange[AdasumState]):
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
-        """Return the bytes of one bucket that holds a single parameter; each further parameter adds a Gram matrix."""
+        """Return the bytes that one rank sends for a bucket of one parameter; each further parameter adds a Gram matrix."""
         row_bytes = -(-num_elements // world_size) * element_bytes
         return 2 * (world_size - 1) * row_bytes + self.gram_bytes(1, world_size)
 

@@ -38,7 +38,7 @@ class AllReduce(GradientExchange[dist.ProcessGroup]):
         return group
 
     def start(self, bucket: Bucket, state: dist.ProcessGroup, step: int) -> Work:
-        """Sum ``bucket.flat`` over the group, in place."""
+        """Start an all-reduce that sums ``bucket.flat`` over the group, in place."""
         if state.size() == 1:
             return Done()
         work: dist.Work | None = dist.all_reduce(bucket.flat, op=dist.ReduceOp.SUM, group=state, async_op=True)

@@ -21,7 +21,7 @@ from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from .base import GradientExchange, Work
 
-# PyTorch's hooks that issue a single collective; names, so that their module is imported only if the user imports it.
+# The module and the names of PyTorch's hooks that issue a single collective; names, so that it need not be imported here.
 _ONE_ROUND_MODULE = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _ONE_ROUND_HOOKS = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"}
 

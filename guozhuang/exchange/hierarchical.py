@@ -118,7 +118,7 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
     def inner_state(self, state: HierarchicalState) -> Any:
         return state.outer
 
-    # ---- making the state
+    # ---- methods that make the state
 
     @override
     def prepare(
@@ -171,7 +171,7 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
     def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.inner.wire_dtype(dtype) if isinstance(self.inner, Cast) else dtype
 
-    # ---- a step
+    # ---- methods that exchange the buckets of a step
 
     @override
     def start(self, bucket: Bucket, state: HierarchicalState, step: int) -> Work:
@@ -243,7 +243,7 @@ class Hierarchical(AroundGradients[HierarchicalState], inner="outer"):
             flat.mul_(early)
         return factor / early
 
-    # ---- checkpoints
+    # ---- methods for checkpoints, and the traffic
 
     @override
     def state_dict(self, state: HierarchicalState) -> dict[str, Any]:

@@ -242,7 +242,7 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
     def gradients(self) -> GradientExchange[Any]:
         return InsideNodes(self.inner, self.outer, self.identities)
 
-    # ---- making the state
+    # ---- methods that make the state
 
     @override
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> WeightHierarchicalState:
@@ -269,7 +269,7 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
         on_leaders(groups, prepare, flags.device, state.made)
         return state
 
-    # ---- a step
+    # ---- methods that act around an optimizer step, or end the exchange
 
     @override
     def miss_step(self, state: WeightHierarchicalState, step: int) -> None:
@@ -320,7 +320,7 @@ class WeightHierarchical(AroundWeights[WeightHierarchicalState], inner="outer"):
         if state.made:
             end_together(state.made, state.group)
 
-    # ---- checkpoints
+    # ---- methods for checkpoints, and the traffic
 
     @override
     def state_dict(self, state: WeightHierarchicalState) -> dict[str, Any]:

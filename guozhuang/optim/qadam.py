@@ -140,7 +140,7 @@ class QAdam(WrappedOptimizer):
         compressed = Compressed(self._codec or MinMax8(), error_feedback=self._error_feedback, seed=self._seed)
         return Warmup(self.warmup_steps, AllReduce(), AdamMomentum(self, compressed))
 
-    # ---- called by the exchange --------------------------------------------------------------------------------------------
+    # ---- methods that the exchange calls -----------------------------------------------------------------------------------
 
     def momenta(self, parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, float]]:
         """Return for each parameter (its momentum, with the sign of gradients; b1). The tensors must not be changed.
@@ -166,7 +166,7 @@ class QAdam(WrappedOptimizer):
             return 1.0
         return float(self.grad_scaler.get_scale())
 
-    # ---- a step ------------------------------------------------------------------------------------------------------------
+    # ---- methods that make a step ------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
         """Step the parameters with ``p.grad``, which holds the mean gradient over ranks.
@@ -273,7 +273,7 @@ class QAdam(WrappedOptimizer):
         torch._foreach_add_(lengths, float(group["eps"]))
         torch._foreach_addcdiv_(parameters, moments, lengths, [-lr / (1 - beta1**count) for count in counts])
 
-    # ---- used by other parts of torch --------------------------------------------------------------------------------------
+    # ---- methods that other parts of torch call ----------------------------------------------------------------------------
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -289,7 +289,7 @@ class QAdam(WrappedOptimizer):
         self._check_groups()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of torch's Adam, the same on every rank. The wrapper saves the exchange's state."""
+        """Return the state in the format of torch's Adam, the same on every rank; without the exchange's, which DDP saves."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ class Carrier(ABC):
             p.register_post_accumulate_grad_hook(Arrival(self, i)) for i, p in enumerate(parameters)
         ]
 
-    # ---- a step ---------------------------------------------------------------------------------------------------------
+    # ---- methods that the sharded optimizer calls in a step -------------------------------------------------------------
 
     def collect(self) -> None:
         """After backward and before the step, set ``weights[i].grad`` to the mean over ranks of the block's gradient.
@@ -162,7 +162,7 @@ class Carrier(ABC):
         self._held = [block.parameters for block in self.blocks]
         self._use_blocks()
 
-    # ---- what a subclass defines ----------------------------------------------------------------------------------------
+    # ---- methods that a subclass defines --------------------------------------------------------------------------------
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -170,7 +170,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def _use_blocks(self) -> None:
-        """Prepare what depends on ``blocks`` and ``weights``, which were replaced."""
+        """Set the attributes that depend on ``blocks`` and ``weights``, which were replaced."""
 
     @abstractmethod
     def _on_gradient(self, index: int) -> None:

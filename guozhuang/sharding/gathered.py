@@ -129,7 +129,7 @@ class GatheredCarrier(Carrier):
 
     @override
     def _publish(self) -> None:
-        # Overlap stays off once it was switched off: torch._dynamo.reset() clears the record, but compiled modules still run.
+        # Overlap stays off once it is off: torch._dynamo.reset() clears its record of compiled code, but that code still runs.
         self._overlap_gather = self._overlap_gather and not reads_past_python(self._model)
         for bucket in self.layout.buckets:
             self._send(bucket.index)

@@ -60,7 +60,7 @@ class ShardedOptimizer(WrappedOptimizer):
         own = {p: inner.state.pop(p) for g in inner.param_groups for p in g["params"] if p in inner.state}
         self._connect(own)
 
-    # ---- attributes that PyTorch's other parts read ----------------------------------------------------------------------
+    # ---- attributes that other parts of PyTorch read ---------------------------------------------------------------------
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
@@ -88,7 +88,7 @@ class ShardedOptimizer(WrappedOptimizer):
         """The device of the parameters."""
         return self._parameters[0].device if self._parameters else torch.device("cpu")
 
-    # ---- a step ------------------------------------------------------------------------------------------------------------
+    # ---- methods that make a step ------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
         """Average gradients, step this rank's part, and send the new weights to all ranks. Every rank must call it.
@@ -175,7 +175,7 @@ class ShardedOptimizer(WrappedOptimizer):
             what = "the new group holds parameters that are not the model's"
             raise UsageError(explain(what, value=len(strangers), fix="add parameters of the model that was prepared"))
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------------------
+    # ---- methods that save and load the state in checkpoints ---------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in the format of ``torch.optim``, the same on every rank. Every rank must call it.
@@ -270,7 +270,7 @@ class ShardedOptimizer(WrappedOptimizer):
         if used is not None:
             used.load_state_dict(saved)
 
-    # ---- the two views -----------------------------------------------------------------------------------------------------
+    # ---- methods that switch the optimizer between whole parameters and blocks ---------------------------------------------
 
     def _as_blocks(self, chosen: Iterable[int] | None = None) -> AbstractContextManager[None]:
         """Put the chosen blocks, by default all, into the user's optimizer. See [Note: two views of one optimizer]."""

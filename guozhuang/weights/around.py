@@ -203,7 +203,7 @@ class AroundSteps:
     def _on_loaded(self, part: object) -> None:
         self._loaded.add(cast(nn.Module, part))
 
-    # ---- one step ------------------------------------------------------------------------------------------------------------
+    # ---- methods that make one step of the exchange --------------------------------------------------------------------------
 
     @torch.no_grad()
     def _before(self) -> None:
@@ -223,7 +223,7 @@ class AroundSteps:
             self.exchange.after_step(self._state, self.step)
         self.step += 1
 
-    # ---- other weights -------------------------------------------------------------------------------------------------------
+    # ---- methods that find loaded or moved weights, and restart the exchange -------------------------------------------------
 
     def _look(self) -> None:
         """Record the parameters that are exchanged, and the addresses of their memory."""
@@ -282,7 +282,7 @@ class AroundSteps:
         inside = {name for name in names if any(name.startswith(f"{other}.") for other in names)}
         return ", ".join(name for name in names if name not in inside) or "what is no part of the module any more"
 
-    # ---- agreement -----------------------------------------------------------------------------------------------------------
+    # ---- methods by which all ranks get equal weights ------------------------------------------------------------------------
 
     @property
     def _may_be_shadowed(self) -> bool:

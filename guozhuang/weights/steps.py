@@ -40,7 +40,7 @@ MAKE_EVERY_STEP = "make every step on every rank: GradScaler with a fused optimi
 
 @dataclass
 class _Waiting:
-    """(the step in whose exchange this rank waits, since when in monotonic seconds, key prefix), for a thread that reads it."""
+    """Holds (step in whose exchange this rank waits, monotonic start time in seconds, key prefix) for the thread that reads."""
 
     inside: tuple[int, float, str] | None = None
 
@@ -151,7 +151,7 @@ class StepsBehind:
             self._store.set(f"{self._waits}/behind", text)
         return WorldError(text)
 
-    # ---- requests to the store -----------------------------------------------------------------------------------------------
+    # ---- methods that read from the store ------------------------------------------------------------------------------------
 
     def _notice(self) -> str | None:
         with contextlib.suppress(RuntimeError):

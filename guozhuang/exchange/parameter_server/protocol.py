@@ -122,7 +122,7 @@ def wire(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-# ---- in the store
+# ---- functions and records for the store in which workers and servers find each other
 
 
 class Announcement(NamedTuple):
@@ -193,7 +193,7 @@ def store_of_group(store: dist.Store, number: int) -> dist.Store:
     return dist.PrefixStore(f"{_PREFIX}/meeting/{number}", store)
 
 
-# ---- the group
+# ---- the group of connected workers and servers
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class ServerGroup:
 
     def _report(self, cause: _FirstCause) -> None:
         with contextlib.suppress(RuntimeError):  # the process that keeps the store may have ended
-            self.store.compare_set(_FAILURE, "", json.dumps(cause))  # unless another process reported a cause before
+            self.store.compare_set(_FAILURE, "", json.dumps(cause))  # keeps a cause that was reported before
 
     def abort(self, lost: int | None, text: str) -> None:
         """Report the cause of a failure and close all connections, so that every wait of the group fails in all processes."""

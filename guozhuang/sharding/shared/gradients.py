@@ -109,7 +109,7 @@ class SharedGradients:
             self._computed[index] = GradientPlace(self._parameters[index], self.views[index])
         return self._computed[index]
 
-    # ---- this rank's gradients ------------------------------------------------------------
+    # ---- methods that copy this rank's gradients to its buffer ----------------------------
 
     def on_gradient(self, index: int) -> None:
         """Copy a gradient to the buffer as soon as autograd has accumulated it, if the parameter is copied eagerly."""
@@ -118,7 +118,7 @@ class SharedGradients:
         view, gradient = self.views[index], self._parameters[index].grad
         if gradient is None or self.handed.holds(index, gradient):
             return
-        if gradient.requires_grad:  # made with create_graph=True: the user needs this very tensor
+        if gradient.requires_grad:  # made with create_graph=True, so the user must keep this very tensor
             return
         check_gradient(gradient, view, self._names[index], self._rank)
         if gradient.stride() == view.stride():
@@ -199,7 +199,7 @@ class SharedGradients:
         first = start // PAGE_BYTES
         return self._marks[first : first + num_pages(start, size)]
 
-    # ---- all ranks' gradients, between the two barriers of a step ------------------------------------------------------------
+    # ---- methods that read all ranks' gradients, between the two barriers of a step ------------------------------------------
 
     def used(self) -> list[bool]:
         """Return for each parameter whether any rank has a gradient."""
