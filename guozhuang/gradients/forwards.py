@@ -1,4 +1,4 @@
-"""Decides which backwards are synchronized: those whose graph contains a node that a synchronized forward made.
+"""Decides which backwards average gradients over the ranks: those through a graph that a synchronized forward made.
 
 [Note: whose graph] A forward decides whether its backward is synchronized. Most backwards are easy to recognize: they pass a
 tensor that the forward returned. Some do not: an auxiliary loss that the model keeps, a gradient penalty, which is built from

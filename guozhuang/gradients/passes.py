@@ -1,4 +1,4 @@
-"""The state of one backward that synchronizes, and the recording of its exchanges on the timeline.
+"""The state of one backward that averages gradients over the ranks (a pass), and its exchanges on the timeline.
 
 [Note: nested backward]
 Re-entrant checkpointing runs an inner backward inside the outer one. A parameter that is used in several such parts, or
@@ -52,7 +52,7 @@ class ReducerOptions:
 
 @dataclass
 class Pass:
-    """A backward that is running and synchronizes. Lists are by parameter index, but ``waiting`` and ``works`` by bucket.
+    """A running backward that averages gradients. Lists are by parameter index, but ``waiting`` and ``works`` by bucket.
 
     [Note: who drops a work last] Gloo's threads keep a work for a moment after it has been waited for, and a work holds Python
     objects of the backward that issued it. If the thread is the last to drop it, it needs the interpreter, and if that is just

@@ -69,7 +69,7 @@ class StepReducer:
 
     Args:
         names: names of the parameters, for errors.
-        parameters: by index.
+        parameters: the parameters, in the order of their indices.
         placement: the buckets in which gradients are gathered, none of them sparse; ``p.grad`` becomes a view of them.
         group: the ranks.
         exchange: the method. It must leave ``bucket.flat`` as it is; the results are in its state.
@@ -152,7 +152,7 @@ class StepReducer:
         self._is_zero[index] = False
         if not handed.holds(index, gradient):
             check_gradient(gradient, parameter, self._names[index], self._group.rank())
-            handed.hand(index)  # a new tensor, if the program gave the last one other memory in this step
+            handed.hand(index)  # makes a new tensor if the program gave the old one other memory
             self._views.fill(index)
 
     def _start_next(self) -> None:
@@ -164,7 +164,7 @@ class StepReducer:
 
     def _start(self, bucket: Bucket) -> None:
         work = self._now.works[bucket.index] = self.exchange.start(bucket, self.state, self.step)
-        if not self.exchange.one_round and bucket.flat.device.type == "cpu":  # one bucket's rounds after the other's
+        if not self.exchange.one_round and bucket.flat.device.type == "cpu":  # or rounds of two buckets would mix
             work.wait()
 
     def _start_rest(self) -> None:

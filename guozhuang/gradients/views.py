@@ -133,7 +133,7 @@ class GradientViews:
         self.filled = [False] * len(self._parameters)
         for b in range(len(self._placement.buckets)):
             self._leave_kept(b)
-        self._kept: dict[int, Tensor] = {}  # of parameters that this pass did not use here: the gradient from before
+        self._kept: dict[int, Tensor] = {}  # by parameter unused here: its gradient from before the pass
         self._graphs: dict[int, Tensor] = {}  # gradients with a graph, of backward(create_graph=True)
 
     def end(self) -> None:
@@ -237,7 +237,7 @@ class GradientViews:
             if kept is not None:
                 view.copy_(kept)
         elif (local := self._graphs.get(index)) is not None:
-            # A second backward differentiates, on every rank, that rank's part of the mean; its own pass averages the parts.
+            # A second backward, through this graph, differentiates this rank's own gradient; its pass averages over the ranks.
             with torch.enable_grad():
                 parameter.grad = _WithValue.apply(local, view)  # type: ignore[no-untyped-call]
         elif parameter.grad is None:

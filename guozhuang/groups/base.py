@@ -9,8 +9,8 @@ import torch.distributed as dist
 from guozhuang.world import versions
 
 if TYPE_CHECKING:
-    # For type checkers a base class without methods: torch annotates several overloads of each method, of which
-    # a subclass implements only the one that torch.distributed calls.
+    # Type checkers get no base class: torch annotates several overloads of each method, and a subclass implements
+    # only the one that torch.distributed calls.
     _ProcessGroup = Any
 else:
     _ProcessGroup = dist.ProcessGroup

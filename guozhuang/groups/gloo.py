@@ -78,7 +78,7 @@ class Crossing:
         return self._group
 
     def close(self) -> None:
-        """Let gloo end its threads and connections after its unfinished works. Not collective."""
+        """Drop the gloo group, which ends its threads and connections after its unfinished works. Not collective."""
         self._group = None
 
     def cut(self) -> None:
@@ -206,7 +206,7 @@ class OtherDevices:
         return self._nccl
 
     def end(self, *, at_once: bool) -> None:
-        """End the groups: abort them if ``at_once``, else shut them down."""
+        """End the groups for other devices: abort them if ``at_once``, else shut them down."""
         group, self._nccl = self._nccl, None
         if group is not None:
             (group.abort if at_once else group.shutdown)()

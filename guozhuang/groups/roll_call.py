@@ -55,7 +55,7 @@ def call(
         ended: returns the pid of a rank whose process is known to have ended; else None.
         look: called now and then while ranks are missing, with these ranks and the seconds waited; it raises to end the wait.
         look_every_s: seconds between two such looks at the missing ranks.
-        purpose: what the ranks meet for, for errors: "to compare the parameters of the model".
+        purpose: why the ranks wait for each other, for errors: "to compare the parameters of the model".
         named: returns a text that names some ranks, for errors.
         fix: advice about ranks that are late.
 
@@ -94,7 +94,7 @@ def call(
 
 
 def forget(store: dist.Store, topic: str, rank: int) -> None:
-    """Delete this rank's keys of a roll call that all ranks have finished: any before the last, since all have joined that."""
+    """Delete this rank's keys of an earlier roll call, which no rank reads any more: all ranks have joined a later one."""
     with contextlib.suppress(RuntimeError):  # some stores cannot delete
         for key in (f"{topic}/{rank}", f"{topic}/all")[: 1 if rank else 2]:
             store.delete_key(key)

@@ -208,20 +208,20 @@ class SerialThread:
     """Runs jobs one after the other in a daemon thread of its own, which starts with the first job.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
         what: a word for a job of this thread. After a job has raised, every later job raises an error with this word: the order
             of collectives may now differ between ranks. "": later jobs run all the same.
     """
 
     def __init__(self, name: str, what: str = "") -> None:
         self._name, self._what = name, what
-        self._jobs: queue.SimpleQueue[_Entry] = queue.SimpleQueue()  # of this type, as a finalizer may call ``put``
+        self._jobs: queue.SimpleQueue[_Entry] = queue.SimpleQueue()  # its ``put`` is safe in a finalizer
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def run(self, job: Job, devices: Iterable[torch.device] = (), urgency: float = 0) -> SerialWork:
-        """Submit a job and return at once.
+        """Submit a job and return its work at once.
 
         Args:
             job: called in the thread, without autograd.
@@ -260,7 +260,7 @@ class SerialThread:
         self._jobs.put((float("inf"), next(self._numbers), None))
 
     def join(self, timeout_s: float | None) -> bool:
-        """Wait at most so many seconds (None: without limit) until the thread has ended; return whether it has."""
+        """Wait at most ``timeout_s`` seconds (None: without limit) until the thread has ended; return whether it has."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return not self.is_alive

@@ -61,7 +61,7 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
         return _made(dist.new_group(ranks, limit, backend, use_local_synchronization=True))
     who = hashlib.sha256(" ".join(map(str, ranks)).encode()).hexdigest()[:16]
     number = store_of(group).add(f"guozhuang/subgroups/{who}/{group.rank()}", 1)
-    splits = len(ranks) == default.size()  # only a group of all ranks may. See [Note: parts do not split]
+    splits = len(ranks) == default.size()  # whether PyTorch may split. See [Note: parts do not split]
     # PyTorch's public new_group() does not let the caller choose the name; this is the private function that it calls.
     c10d = dist.distributed_c10d
     made, _ = c10d._new_process_group_helper(

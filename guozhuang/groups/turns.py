@@ -106,7 +106,7 @@ class Finishers:
         return any(thread.is_current for thread in self._threads)
 
     def complete(self, callback: Callable[[], None], is_nested: bool) -> None:
-        """Have a thread complete a future. ``is_nested``: a callback requested it, so a busy finisher may be waiting for it."""
+        """Have a thread complete a future; not a busy thread if ``is_nested``: its callback may wait for this future."""
         with self._lock:
             idle = (i for i, num_pending in enumerate(self._num_pending) if not (is_nested and num_pending))
             at = next(idle, len(self._threads))

@@ -106,7 +106,7 @@ class VerbGroup(PythonGroup):
 
 
 def collective(prepare: Callable[..., PreparedCall]) -> Callable[..., dist.Work]:
-    """Turn a method that checks arguments into a call: start the prepared call; if the check fails, report it to the peers."""
+    """Decorate a method that checks arguments: the result starts the prepared call, or reports a failed check to the peers."""
     (verb, options), native = VERBS[prepare.__name__], versions.name_of(prepare.__name__)
     num_arguments = prepare.__code__.co_argcount - 1
 

@@ -162,7 +162,7 @@ class NamedChannel:
         self._thread = threading.Thread(target=self._work, name=f"guozhuang negotiated {number}", daemon=True)
         self._thread.start()
 
-    # ---- Methods for users of the channel.
+    # ---- These methods are for users of the channel.
 
     def submit(self, submission: Submission) -> Handle:
         """Submit a collective and return its handle at once; it starts when all ranks of the channel have submitted it.
@@ -227,7 +227,7 @@ class NamedChannel:
 
     @property
     def num_full_rounds(self) -> int:
-        """Number of rounds in which some rank sent a request in full."""
+        """Number of rounds in which some rank sent a request in full, not as the number of an earlier one."""
         return self._rounds.num_full_rounds
 
     def pending_since(self) -> dict[str, float]:
@@ -238,7 +238,7 @@ class NamedChannel:
                 for name, handle in self._pending.items()
             }
 
-    # ---- The end of the channel; only the engine calls these.
+    # ---- These methods end the channel; only the engine calls them.
 
     def leave(self) -> None:
         """Ask the channel's thread to leave the channel in the next round, and return at once."""

@@ -1,4 +1,4 @@
-"""The collectives that carry data; they call the methods of a group directly.
+"""The collectives that carry a channel's data; they call the methods of a process group directly.
 
 ``torch.distributed``'s functions cannot be used: they do not know the group over gloo connections that can be cut, and replace
 a group's errors by errors of their own. Each call returns when the result is there; on an accelerator, when it is ordered in

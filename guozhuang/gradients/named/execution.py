@@ -33,7 +33,7 @@ _NUM_TAKEN: Final = 100  # uses of a buffer after which it shrinks if they neede
 
 
 def batches(responses: Sequence[Response], threshold_bytes: int, fuse_groups: bool) -> list[list[Response]]:
-    """Divide responses into batches that are carried out at once. The result is the same on every rank.
+    """Divide responses (collectives that are ready) into batches, each carried out at once; alike on every rank.
 
     Each batch begins with the first remaining response and adds later ones with the same key that fit into the threshold. It
     skips others as long as the bytes of all that were taken or skipped stay within the threshold.
@@ -265,7 +265,7 @@ def _outputs(submission: Submission) -> Sequence[Tensor]:
 
 
 def _pairs(handle: Handle) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of input and output; both are one object if the output is written to the input."""
+    """Return the input and the output of each tensor; both are one object if the collective works in place."""
     given = handle.submission.tensors
     written = [_writable(tensor) for tensor in given]
     return list(zip(written, written if handle.outputs is given else map(_writable, handle.outputs), strict=True))

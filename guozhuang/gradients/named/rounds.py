@@ -121,7 +121,7 @@ class Rounds:
         return outcome
 
     def _number_of(self, name: str, request: NamedRequest) -> int | None:
-        """Return the number of an equal request that this rank has made before; None if there is none."""
+        """Return the number that stands for an equal earlier request of this rank; None if there is none."""
         number = self._numbers.get(name)
         return number if number is not None and self._known[number].requests.get(self._rank) == request else None
 

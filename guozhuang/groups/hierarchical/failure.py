@@ -291,7 +291,7 @@ class GroupFailure:
             self._notices.leave(0, json.dumps(left))
             return left
 
-        with contextlib.suppress(Exception):  # the store fails or is slow; a dead host can block a client for minutes
+        with contextlib.suppress(Exception):  # no notice if the store fails or is slow, as on a dead host
             return self._client.call(leave)
         return notice
 

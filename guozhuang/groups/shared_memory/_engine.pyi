@@ -1,4 +1,4 @@
-"""What the C engine offers; meanings stand in engine.py."""
+"""The interface of the C engine; engine.py describes each method."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""The C half of sparse.py."""
+"""The interface of the C part of sparse.py."""
 
 from collections.abc import Sequence
 

@@ -140,7 +140,7 @@ class Arena:
                 shared.segment.close_descriptor()
 
     def address_at(self, rank: int, number: int, offset_bytes: int) -> int:
-        """Return the address in this process of a place in a rank's announced segment; map the segment on first use.
+        """Return the address in this process of an offset in a rank's announced segment; map the segment on first use.
 
         Raises:
             PeerLost: the rank is gone, left the group, or did not send the segment in time.

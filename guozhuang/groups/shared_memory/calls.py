@@ -254,7 +254,7 @@ class CollectiveCalls(VerbGroup):
     # The methods below prepare and start calls.
 
     def _elsewhere(self, verb: str, method: str, args: Sequence[Any]) -> Callable[[], dist.Work] | None:
-        """Return the same call of the group for the first tensor's device; None if that is the CPU."""
+        """Return a function that makes the call on the group for the first tensor's device; None if that is the CPU."""
         first = args[0]
         if type(first) is list and first:
             first = first[0]

@@ -67,8 +67,8 @@ class Endpoint:
         self._spin_us = 0
         self._programs: dict[Hashable, Program] = {}
         self._programs_bytes = 0
-        self._is_open = False  # an operation has begun, and will run further programs
-        self._is_told = False  # the peers already know that this rank refuses the call
+        self._is_open = False  # whether an operation has begun that will run further programs
+        self._is_told = False  # whether the peers know that this rank refuses the call
 
     @property
     def one_shot(self) -> tuple[int, ...]:
@@ -166,12 +166,12 @@ class Endpoint:
         self._is_open = False
 
     def meet(self, what: bytes, terms: Terms, private: bytes = b"") -> tuple[bytes, ...]:
-        """Begin an operation with a barrier only; ``go_on`` then moves its data. Return every rank's private bytes."""
+        """Begin an operation with a barrier only; ``go_on`` then moves its data. Return every rank's ``private``."""
         self._is_open = True
         return self.tell(what, terms, private)
 
     def tell(self, what: bytes, terms: Terms, private: bytes) -> tuple[bytes, ...]:
-        """Run an operation that moves no data; return every rank's private bytes."""
+        """Run an operation that only sends each rank's ``private`` bytes to all ranks; return these bytes, by rank."""
         self.begin(what, MEETING, terms, private)
         return tuple(self._engine.privates())
 
@@ -242,7 +242,7 @@ class Endpoint:
             text = self._why(Status(status), ranks, what, limit_s)
             lost = self._first_cause(ranks[0]) if status == Status.BROKEN else ranks[0]
             error = WorldError(text)
-            if lost != self.rank:  # equal if this rank itself left
+            if lost != self.rank:  # else this rank itself left, and no peer is lost
                 error = PeerLost(text, rank=lost, pid=self._peers.pids[lost], waiting_in=what)
         self.give_up(error)
         try:

@@ -20,7 +20,7 @@ except ImportError:  # the C part was not built
     _engine = _sparse = None  # type: ignore[assignment]
 
 # Byte offsets in a control page. Words are little-endian u32, each on its own cache line so that ranks do not slow down.
-MAGIC: Final = 0x475A0001  # "GZ", layout version 1
+MAGIC: Final = 0x475A0001  # first word of a control page: "GZ", layout version 1
 MAGIC_OFFSET: Final = 0
 ARRIVED_OFFSET: Final = 64  # counts the barriers that the rank has arrived at; peers wait on this word as a futex
 ASLEEP_OFFSET: Final = 128  # 0 while awake; else 1 + the rank for whose arrival this rank sleeps
@@ -67,7 +67,7 @@ class Engine(Protocol):
         spin_us: int,
         /,
     ) -> Outcome:
-        """Run a program (every rank must, with the same number of rounds); arguments by position.
+        """Run a program. Every rank must run one with the same number of rounds. Arguments are passed by position.
 
         Args:
             program: the program to run.
@@ -87,10 +87,10 @@ class Engine(Protocol):
         """
 
     def descriptors(self) -> list[bytes]:
-        """Return every rank's compared part (256 bytes) of the current operation; valid until the next operation."""
+        """Return every rank's descriptor (256 bytes) of the current operation; valid until the next operation."""
 
     def privates(self) -> list[bytes]:
-        """Return every rank's private part (128 bytes) of the current operation; valid until the next operation."""
+        """Return every rank's ``private`` (128 bytes) of the current operation; valid until the next operation."""
 
     def doing(self, rank: int, /) -> str:
         """Return the text that a rank has published about its current call."""
@@ -114,7 +114,7 @@ def native_built() -> bool:
 
 
 def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[int]) -> Engine:
-    """Make the engine of a rank over fresh control pages.
+    """Make the engine of this rank; the control pages must be new.
 
     Args:
         rank: this process in the group.

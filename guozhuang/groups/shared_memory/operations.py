@@ -39,7 +39,7 @@ class _ReductionPlan(NamedTuple):
 
 
 class Operations:
-    """The collectives of one rank over its endpoint.
+    """One rank's collectives on shared memory, run through its ``Endpoint``.
 
     Args:
         link: this rank's endpoint.

@@ -67,7 +67,7 @@ class Peers:
         self._others = [peer for peer in range(self.size) if peer != rank]
         self._notes = notes
         self._received: list[dict[int, Segment]] = [{} for _ in pids]
-        self._freed_by_peers: deque[Segment] = deque()  # see [Note: when a peer's memory is unmapped]
+        self._freed_by_peers: deque[Segment] = deque()  # still mapped: see [Note: when a peer's memory is unmapped]
         self._freed: deque[int] = deque()  # numbers of this rank's freed segments, not reported to the peers yet
         self._unsent: list[list[bytes]] = [[] for _ in pids]  # by peer: notes that wait for room in its socket
         self._gone = [False] * self.size  # by rank: whether its end of the socket was closed

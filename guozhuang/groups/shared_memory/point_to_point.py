@@ -396,7 +396,7 @@ class PointToPoint:
         self._earliest_deadline = min((each.deadline for each in self._under_way.all()), default=math.inf)
 
     def _withdraw(self, transfer: Transfer, error: BaseException) -> None:
-        """Fail a transfer for a reason on this rank, and notify the other rank."""
+        """Fail a transfer for a reason on this rank, such as its time-out, and notify the rank at the other end."""
         other = transfer.other
         if transfer.is_send:
             del self._under_way.sends[transfer.number]

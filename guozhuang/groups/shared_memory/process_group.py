@@ -1,4 +1,4 @@
-"""The process group "shm": its creation and end, its properties, point to point, and tensors in shared memory."""
+"""The process group "shm": its creation and end, its properties, sends and receives, and tensors in shared memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SharedMemoryGroup(CollectiveCalls):
         store: a key-value store of this group alone.
         rank: this process in the group.
         size: number of ranks.
-        timeout: of each collective, from its beginning on this rank, and of the creation of the group.
+        timeout: limit of each collective, from its beginning on this rank, and of the creation of the group.
         num_neighbours: the number of the job's ranks on this node, if larger than this group: if ranks outnumber the cores,
             waiting ranks sleep at once.
 
@@ -117,7 +117,7 @@ class SharedMemoryGroup(CollectiveCalls):
         opts.timeout, opts.asyncOp = self._timeout if timeout is None else timeout, False
         self.barrier(opts)
 
-    # Properties that torch.distributed reads from a group and from a device's backend. This group is its own backend.
+    # Properties that torch.distributed reads from a group, or from a group's backend for a device: this object is both.
 
     supports_splitting = supports_coalescing = supports_shrinking = False
     supports_tensor_alloc = supports_time_estimate = False
@@ -204,7 +204,7 @@ class GroupResources:
         try:
             # This does not wait: every rank has set its key before it joined the rendezvous.
             told = [json.loads(each) for each in store.multi_get([f"cores/{peer}" for peer in range(size)])]
-            # Ranks may be bound to different cores, but must build the same programs: so all ranks use the same counts.
+            # Ranks may be bound to different cores, but must build the same programs: so each counts the cores of all ranks.
             cores = {core for each in told for core in each["cores"]}
             self.crowded = max(each["neighbours"] for each in told) > len(cores)
             controls = [segment.address for segment in self._peers.segments]

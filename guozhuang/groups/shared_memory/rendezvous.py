@@ -273,7 +273,7 @@ class _MeshSetup:
         return True
 
     def _is(self, connection: socket.socket, peer: int) -> bool:
-        """Return whether the kernel's credentials show that this peer is on the other end."""
+        """Return whether the kernel's credentials show that this peer is at the other end of a connection."""
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
         return (pid, uid) == (self._cards[peer].pid, os.getuid())

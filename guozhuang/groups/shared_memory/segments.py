@@ -230,7 +230,7 @@ class SharedSegments:
         Shared memory written by a rank before its call is visible to all ranks afterwards.
 
         Args:
-            what: compared; ranks raise if their values differ. At most 256 bytes.
+            what: a description of at most 256 bytes; all ranks raise if it is not the same on all.
             private: sent to all ranks, at most 128 bytes.
 
         Returns:
@@ -254,7 +254,7 @@ class SharedSegments:
         """Give each rank a segment that all ranks map. Every rank must call it.
 
         Args:
-            num_bytes: of this rank's segment, zeros at first; 0 for none.
+            num_bytes: size of this rank's segment, which is zeros at first; 0: no segment.
             name: shown in the kernel's list of mappings.
 
         Returns:
@@ -366,7 +366,7 @@ class PrivateView:
         return [(first + int(i)) * mmap.PAGESIZE - self.address for i in is_own.nonzero().flatten()]
 
     def follows(self, segment: Segment, offset_bytes: int) -> bool:
-        """Return whether a change of one byte in the segment shows in this view, and a change in the view not there."""
+        """Return whether a change of a byte in the segment shows in this view, but a change in this view not in the segment."""
         shared = ctypes.c_uint8.from_address(segment.address + offset_bytes)
         mine = ctypes.c_uint8.from_address(self.address + offset_bytes)
         before = mine.value

@@ -38,7 +38,7 @@ TAGS: Final = range(-(1 << 63), 1 << 63)  # a tag must fit into a message
 
 _SLOT_BYTES: Final = 1 << 20  # large, so that a large payload needs few messages
 _FEWEST_CHUNK_BYTES: Final = 256 << 10
-_NUM_SLOTS: Final = 3  # with fewer, both sides would wait for each other
+_NUM_SLOTS: Final = 3  # with fewer, sender and receiver would wait for each other
 
 
 def pack(kind: bytes, number: int, *numbers: int, dtype: str = "", payload: bytes = b"") -> bytes:
@@ -342,7 +342,7 @@ class UnderWay:
         return failed
 
     def hopeless(self, receive: Transfer) -> int | None:
-        """Return a lost rank because of which an unmatched receive cannot succeed, or None."""
+        """Return a rank whose loss or broken group makes an unmatched receive fail; None if the receive may still succeed."""
         if receive.peer is not None:
             return receive.peer if receive.peer in self.lost or receive.peer in self.gave_up else None
         died = [peer for peer, (_, has_left) in self.lost.items() if not has_left]
