@@ -36,7 +36,7 @@ class ReducerOptions:
         skip_unused: do not exchange a bucket of which no parameter was used; every rank must use the same parameters.
         batched_copy: copy a bucket's gradients with one call when it is full, not one by one as they come.
         overlap: start buckets while backward runs. False where the model itself communicates in backward and ranks may use
-            different parameters: then only the end of backward comes at the same place of all ranks' collectives.
+            different parameters: then only collectives after the end of backward have one order on all ranks.
         delayed: names of parameters that are exchanged last, in buckets of their own.
         trigger: name of the parameter whose gradient these buckets wait for.
     """
@@ -60,8 +60,8 @@ class Pass:
     """
 
     task: int  # autograd's graph task in which the pass began
-    left: list[int]  # by parameter: number of gradients still to come
-    waiting: list[int]  # by bucket: number of parameters whose gradients are still to come
+    left: list[int]  # by parameter: number of its gradients that this pass still expects
+    waiting: list[int]  # by bucket: number of parameters whose gradients this pass still expects
     fired: list[int]  # by parameter: number of gradients that autograd has accumulated
     shadow: bool = False  # this rank has run out of data and only takes part in the exchanges of other ranks
     graph_start: int | None = None  # autograd's sequence number at the beginning, if this backward itself makes a graph

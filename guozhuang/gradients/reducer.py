@@ -39,7 +39,7 @@ class Reducer:
     """Exchanges the gradients of all ranks while backward runs. Every rank must construct it, with equal parameters.
 
     Args:
-        named_parameters: all parameters it may ever handle, with their names; those that require a gradient take part.
+        named_parameters: all parameters that may ever take part, with their names; those that require a gradient do.
         sparse: names of parameters whose gradients are sparse.
         group: the ranks.
         exchange: the method by which full buckets are exchanged.

@@ -104,7 +104,7 @@ class Selection:
         return counts
 
     def came(self, index: int, in_pass: bool) -> None:
-        """Record that a parameter got a gradient; one that came outside a pass stays local until the next pass."""
+        """Record that a parameter got a gradient; outside a pass the gradient stays local until the next pass."""
         self.seen[index] = True
         if not in_pass:
             self.accumulated[index] = True

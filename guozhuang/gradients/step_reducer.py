@@ -73,7 +73,7 @@ class StepReducer:
         placement: the buckets in which gradients are gathered, none of them sparse; ``p.grad`` becomes a view of them.
         group: the ranks.
         exchange: the method. It must leave ``bucket.flat`` as it is; the results are in its state.
-        may_send_early: whether buckets may be sent while backward runs. They are only if the exchange is ``repeatable``.
+        may_send_early: whether buckets may be sent while backward runs, if the exchange is also ``repeatable``.
 
     Attributes:
         exchange: the method.

@@ -2,7 +2,7 @@
 
 [Note: who will not come] A rank that failed writes a card that says so. A rank whose process ended writes nothing; but its
 card of an earlier roll call (of this group or its parent) names its process (pid and start time, since pids are reused), and
-this node's /proc shows whether that runs. For a rank on another node, or without an earlier card, only the time-out tells.
+this node's /proc shows whether that runs. For a rank on another node, or without an earlier card, only the time-out shows it.
 
 [Note: what waiting costs the store] Ranks may wait for minutes while one saves, and one process serves them all. So a rank
 polls one key, less often where there are many ranks: only rank 0 asks whether all cards are there, and writes them all under

@@ -61,7 +61,7 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
         return _made(dist.new_group(ranks, limit, backend, use_local_synchronization=True))
     who = hashlib.sha256(" ".join(map(str, ranks)).encode()).hexdigest()[:16]
     number = store_of(group).add(f"guozhuang/subgroups/{who}/{group.rank()}", 1)
-    splits = len(ranks) == default.size()  # whether PyTorch may split. See [Note: parts do not split]
+    splits = len(ranks) == default.size()  # whether NCCL may split. See [Note: parts do not split]
     # PyTorch's public new_group() does not let the caller choose the name; this is the private function that it calls.
     c10d = dist.distributed_c10d
     made, _ = c10d._new_process_group_helper(
@@ -101,7 +101,7 @@ def destroy(group: dist.ProcessGroup) -> None:
 
 
 def _connect_alone(made: dist.ProcessGroup, device: torch.device) -> None:
-    """Prevent a group that has not connected yet from splitting the default group's communicator. Not collective."""
+    """Prevent a group that has not connected yet from splitting the default group's NCCL communicator. Not collective."""
     for kind in made._device_types:
         backend: Any = made._get_backend(kind)
         while hasattr(backend, "wrapped_pg"):  # such wrappers exist with TORCH_DISTRIBUTED_DEBUG=DETAIL

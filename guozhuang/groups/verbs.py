@@ -59,7 +59,7 @@ VERBS: Final[Mapping[str, Verb]] = MappingProxyType(
 
 
 def start(group: Any, method: str, *args: Any, **fields: Any) -> Any:
-    """Call a collective of any group for a caller that waits at once, and return its work.
+    """Call a collective of any group, for a caller that waits for it at once, and return its work.
 
     Args:
         group: the group; PyTorch's own or one of this package.

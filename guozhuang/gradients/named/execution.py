@@ -29,7 +29,7 @@ from .submission import Handle, Kind, Reduction, Submission
 
 # Larger tensors are sent alone: packing pays only where a message costs more than copying its bytes.
 _PACKED_BYTES: Final = {Kind.ALLREDUCE: 1 << 20, Kind.BROADCAST: 256 << 10}
-_NUM_TAKEN: Final = 100  # uses of a buffer after which it shrinks if they needed less than half of it
+_NUM_TAKEN: Final = 100  # uses of a buffer after which it shrinks if all needed less than half of it
 
 
 def batches(responses: Sequence[Response], threshold_bytes: int, fuse_groups: bool) -> list[list[Response]]:
@@ -107,7 +107,7 @@ class Scratch:
         return self._held[:num_elements]
 
 
-# One tensor of an all-reduce: its number of elements, the input and the output; both are None on a rank that has joined.
+# One tensor of an all-reduce: its number of elements, the input and the output, which are None on a rank that has joined.
 _Part: TypeAlias = tuple[int, Tensor | None, Tensor | None]
 
 

@@ -22,13 +22,13 @@ class Knobs(NamedTuple):
 
 
 class Tuner(Protocol):
-    """Chooses knobs from measurements of rounds. Only rank 0 of the world has one."""
+    """Chooses ``Knobs`` from measurements of rounds. Only rank 0 of the world has a tuner."""
 
     def observe(self, names: Iterable[str], num_bytes: int, seconds: float) -> Knobs | None:
         """Measure one round of the world's channel in which data was sent.
 
         Args:
-            names: names of the collectives of that round. A training step may take one round or many; a name that comes again
+            names: names of the collectives of that round. A training step may take one round or many; a repeated name
                 shows that the next step has begun.
             num_bytes: size of this rank's tensors in them.
             seconds: time since the end of the last such round, including computation between the two.
@@ -47,7 +47,7 @@ class Settings:
         fusion_threshold_bytes: most bytes of small tensors that are sent as one; 0: each is sent by itself.
         cycle_time_ms: time between the beginnings of two rounds. None: a round begins when a thread waits or polls, when 25 MiB
             were submitted, or when the oldest submission has waited for 100 ms.
-        cache_capacity: number of requests that are remembered; one that comes again is sent as a number. 0: none is.
+        cache_capacity: number of requests that are remembered; a repeated one is sent as a number. 0: none is remembered.
         fuse_groups: whether a grouped operation may be fused with others.
         stall_check: whether collectives that wait for long are reported.
         stall_warning_s: seconds before the first report of a collective, and between further ones.

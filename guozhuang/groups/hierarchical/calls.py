@@ -152,7 +152,7 @@ class Calls(VerbGroup):
             try:
                 self._comparison.begin(what, node_first)
                 job()
-                self._comparison.settle()  # finishes the comparison if the job did not use the lane
+                self._comparison.settle()  # ends the comparison if the job sent nothing to other nodes
             except _Refused as error:
                 assert error.__cause__ is not None
                 raise error.__cause__  # noqa: B904

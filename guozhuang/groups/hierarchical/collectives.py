@@ -57,7 +57,7 @@ class Collectives:
         self._nodes, self._inside, self._lane, self._wait, self._settle = nodes, inside, lane, wait, settle
         self._parts = Pool(empty, PART_BYTES)
         self._wholes = Pool(empty, PART_BYTES * nodes.num_lanes)
-        # A node that is larger than the smallest one has ranks without a lane; it processes its lanes one after the other.
+        # A node larger than the smallest one has ranks in no lane (see ``Nodes``); it processes its lanes one after the other.
         self._is_even_here = len(nodes.here) == nodes.num_lanes
 
     def barrier(self) -> None:
@@ -173,7 +173,7 @@ class Collectives:
             self._leave(piece, work, land, what, gather)
 
     def _enter(self, piece: _LanePiece, inside_op: Any) -> None:
-        """Combine a piece inside the node, so that the rank in each lane holds the node's result for that lane's part."""
+        """Combine a piece inside the node, so that each rank that sends to other nodes holds the node's result for its part."""
         if self._inside is None or inside_op is None:
             return
         if self._is_even_here and self._nodes.num_lanes > 1:
@@ -187,7 +187,7 @@ class Collectives:
     def _leave(
         self, piece: _LanePiece, work: dist.Work | None, land: Callable[[Tensor], None], what: str, gather: bool
     ) -> None:
-        """Wait for this lane's part of a piece, and distribute all parts to the ranks of the node."""
+        """Wait until this rank's part of a piece is combined between nodes, and distribute all parts among the node's ranks."""
         if work is not None:
             self._wait(work, what)
             land(piece.part)
@@ -207,7 +207,7 @@ class Collectives:
         return (dist.ReduceOp.SUM, self._nodes.size) if op == dist.ReduceOp.AVG else (op, 1)
 
     def _link(self) -> Any:
-        """Return the gloo group of this rank's lane, after a check that all ranks of the lane make the same call."""
+        """Return the gloo group of this rank's lane (one rank per node), after a check that its ranks make the same call."""
         assert self._lane is not None
         self._settle()
         return self._lane.group
@@ -240,7 +240,7 @@ def begin_of(buffer: Tensor, num_elements: int, dtype: torch.dtype) -> Tensor:
 
 
 class _LanePiece:
-    """A piece of a tensor, divided into one part per lane, and its buffers."""
+    """A piece of a tensor, divided into one part per lane (see ``Nodes``), and its buffers."""
 
     def __init__(self, values: Tensor, nodes: Nodes, parts: Pool, wholes: Pool) -> None:
         self._values, self._num_lanes = values, nodes.num_lanes
@@ -248,11 +248,11 @@ class _LanePiece:
         self._part_buffer: Tensor | None = None
         self._whole_buffer: Tensor | None = None
         self._each = -(-values.numel() // nodes.num_lanes)
-        #: The part that this rank's lane sends; empty if the rank is in no lane.
+        #: The part that this rank sends to other nodes; empty if it sends nothing there.
         self.part = self.part_of(nodes.lane) if nodes.lane is not None else values[:0]
 
     def part_of(self, lane: int) -> Tensor:
-        """Return the view of the tensor that is a lane's part."""
+        """Return the view of the part of this piece that a lane combines between nodes."""
         begin, end = part_of(lane, self._values.numel(), self._num_lanes)
         return self._values[begin:end]
 

@@ -105,7 +105,7 @@ class Comparison:
         """Wait for the other nodes' digests of the current call, and compare them. A second call does nothing.
 
         Raises:
-            MismatchError: ranks of the lane made different calls.
+            MismatchError: ranks of this rank's lane (one rank per node) made different calls.
         """
         if self._work is not None:
             work, self._work = self._work, None

@@ -55,12 +55,12 @@ class Nodes:
 
     @property
     def lane(self) -> int | None:
-        """Return the index of this rank's lane; None if it is in no lane, as one of the last ranks of a larger node."""
+        """Return the index of this rank's lane; None if the rank is in no lane, as one of the last ranks of a larger node."""
         return self.local_rank if self.local_rank < self.num_lanes else None
 
     @property
     def is_even(self) -> bool:
-        """Return whether every node has the same number of ranks, so that every rank is in a lane."""
+        """Return whether every node has the same number of ranks, so that every rank communicates with other nodes."""
         return all(len(ranks) == self.num_lanes for ranks in self.members)
 
     @property
@@ -78,7 +78,7 @@ class Nodes:
 
 
 def part_of(lane: int, num_elements: int, num_lanes: int) -> tuple[int, int]:
-    """Return begin and end of a lane's part of ``num_elements``: equal parts; the last ones may be shorter or empty."""
+    """Return begin and end of the part of ``num_elements`` that a lane combines; the last parts may be shorter or empty."""
     each = -(-num_elements // num_lanes)
     return min(lane * each, num_elements), min((lane + 1) * each, num_elements)
 

@@ -35,7 +35,7 @@ _TIMEOUT_S: Final = 60.0  # to send or receive a segment's descriptor: both rank
 _ALIGNMENT_BYTES: Final = 64  # a cache line; more than any vector register
 _SLAB_BYTES: Final = 1 << 20  # size of a segment that small tensors share
 _SMALL_BYTES: Final = 64 << 10  # tensors up to this size are small
-_LOCATED_PER_LOOK: Final = 64  # calls of ``locate`` between two reads of peers' notes; ``empty`` reads them too
+_LOCATED_PER_LOOK: Final = 64  # calls of ``locate`` between two reads of the peers' messages; ``empty`` reads them too
 
 
 @dataclass

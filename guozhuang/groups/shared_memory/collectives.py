@@ -62,7 +62,7 @@ class Window(NamedTuple):
     slot_bytes: int
 
     def lane(self, rank: int, lane: int) -> ChunkPlace:
-        """Return where the chunks of a lane lie in a rank's window."""
+        """Return where the chunks of a lane, one of the window's divisions, lie in a rank's window."""
         return ChunkPlace(self.bases[rank] + lane * self.lane_bytes, self.slot_bytes)
 
     def num_chunks(self, num_bytes: int) -> int:
@@ -84,7 +84,7 @@ def one_shot_window(bases: Sequence[int], area_bytes: int, num_lanes: int, longe
 
 
 def ring_window(bases: Sequence[int], ring_bytes: int, num_lanes: int, longest_bytes: int, crowded: bool) -> Window:
-    """Return a window over the staging rings, for pieces of any size.
+    """Return a window over the ranks' rings, through which pieces of any size pass in chunks.
 
     Args:
         bases: address of the ring, by rank.
@@ -215,7 +215,7 @@ def reduce_in_place(addresses: Sequence[int], rank: int, num_bytes: int, how: Co
 def reduce_scatter(
     window: Window, rank: int, inputs: Sequence[MemoryRange], output: int, how: Combining, longest_bytes: int
 ) -> Program:
-    """Combine piece r of all ranks on rank r. The window has a lane per rank; ``output`` is an address."""
+    """Combine piece r of all ranks on rank r. The window needs one lane per rank; ``output`` is an address."""
     chunk = window.lane_bytes
     streams = [
         ChunkStream(

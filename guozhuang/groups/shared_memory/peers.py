@@ -30,12 +30,12 @@ from .segments import Segment
 
 # The errors of a socket whose other end is closed. All other errors (memory, descriptors) say nothing about the peer.
 ENDED: Final = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN))
-_NOTE: Final = struct.Struct("<cqq")  # kind; number of the segment, or how many were freed; bytes of the segment
+_NOTE: Final = struct.Struct("<cqq")  # a message: kind; number of the segment, or how many were freed; its bytes
 _SEGMENT, _FREED = b"S", b"F"
 _FREED_PER_NOTE: Final = 64
 _NUMBERS: Final = struct.Struct(f"<{_FREED_PER_NOTE}q")
 _NOTE_BYTES: Final = _NOTE.size + _NUMBERS.size
-_SLICE_S: Final = 0.05  # one wait for a socket; short, as another thread may receive the note that is awaited
+_SLICE_S: Final = 0.05  # one wait for a socket; short, as another thread may receive the awaited message
 
 
 class Peers:
@@ -69,7 +69,7 @@ class Peers:
         self._received: list[dict[int, Segment]] = [{} for _ in pids]
         self._freed_by_peers: deque[Segment] = deque()  # still mapped: see [Note: when a peer's memory is unmapped]
         self._freed: deque[int] = deque()  # numbers of this rank's freed segments, not reported to the peers yet
-        self._unsent: list[list[bytes]] = [[] for _ in pids]  # by peer: notes that wait for room in its socket
+        self._unsent: list[list[bytes]] = [[] for _ in pids]  # by peer: messages that wait for room in its socket
         self._gone = [False] * self.size  # by rank: whether its end of the socket was closed
         self._lock = threading.Lock()
         self._closed = False
@@ -91,7 +91,7 @@ class Peers:
             while not self._try_send(peer, note, segment.fd):
                 if time.monotonic() > deadline:
                     self._lost(peer, f"took no memory that this rank shares within {timeout_s:g} s")
-                self.drain()  # reads notes: the peer may wait for room in this rank's socket
+                self.drain()  # reads messages: the peer may wait for room in this rank's socket
                 self._await(peer, select.POLLOUT, _SLICE_S)
 
     def receive_segment(self, rank: int, number: int, timeout_s: float) -> Segment:
@@ -123,7 +123,7 @@ class Peers:
         self.drain()
 
     def drain(self) -> None:
-        """Receive the peers' notes and send notes about freed segments, as far as possible without waiting."""
+        """Receive the peers' messages about segments, and send those about freed ones, as far as possible without waiting."""
         if not self._lock.acquire(blocking=False):
             return  # another thread holds the lock: that one, or the next caller, does the work
         try:
@@ -203,7 +203,7 @@ class Peers:
             if fd == self.pidfds[peer] and fd != connection.fileno():
                 with self._lock:
                     if self._take_all(peer):
-                        return  # the peer sent notes before it ended: the caller looks at them first
+                        return  # the peer sent messages before it ended: the caller looks at them first
                 self._lost(peer, "is gone")
 
     # The methods below run while ``_lock`` is held.
@@ -227,7 +227,7 @@ class Peers:
             del unsent[0]
 
     def _take_all(self, peer: int) -> int:
-        """Receive all notes that a peer has sent; return how many there were."""
+        """Receive all messages that a peer has sent about its segments; return how many there were."""
         connection = self._notes[peer]
         num = 0
         while connection is not None and not self._gone[peer] and not self._closed:
