@@ -221,7 +221,7 @@ class Sharded:
 
 def sharded_gradients(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
     """Divide gradients and the optimizer's state by PyTorch's fully_shard."""
-    from guozhuang.sharding.fully import shard_fully  # imported here, because it imports DTensor, which is slow
+    from guozhuang.sharding.fully import shard_fully  # imported only when needed, because it imports DTensor
 
     return shard_fully(model, optimizer, keep_weights=True)
 

@@ -179,7 +179,7 @@ class SharedWeights:
         for i, (start, size) in enumerate(zip(self._where.starts, self._where.sizes, strict=True)):
             if i in known or not any(at < start + size and start < at + mmap.PAGESIZE for at in own):
                 continue
-            # No rank writes to the shared copy now. Equal bytes are no change: another parameter made the page private.
+            # No rank writes to the shared copy now. Equal bytes are no change: another weight may have made the page private.
             mine = (ctypes.c_char * size).from_address(self._view.address + start)
             if bytes(mine) != bytes((ctypes.c_char * size).from_address(self._segment.address + start)):
                 what = f"{self._names[i]} was written to through .data or .numpy(), which hides the change from the optimizer"
