@@ -1,1 +1,1 @@
-"""Measures a workload under several strategies side by side, and concludes which strategy to use."""
+"""Measure a workload under several strategies side by side, and recommend one of the strategies."""

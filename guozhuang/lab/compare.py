@@ -1,4 +1,4 @@
-"""``guozhuang compare``: runs one workload under several strategies, each in fresh processes, in alternating rounds."""
+"""``guozhuang compare``: run one workload under several strategies, each in fresh processes, in alternating rounds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _TIMELINE_STEPS = 10
 
 
 def run(namespace: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
-    """Run the comparison that the command line asks for.
+    """Run the comparison that the command line asks for: measure all strategies, write the report, print the verdict.
 
     Args:
         namespace: the parsed options.
@@ -74,7 +74,7 @@ def run(namespace: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
     try:
         with ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
             plan, details = plan_of(namespace, Path(scratch), progress)
-            busy = busy_share()  # measured before the comparison itself computes anything
+            busy = busy_share()  # of other programs: measured before the comparison itself computes anything
             num_runs = len(plan.names) * (plan.settings.num_rounds + (plan.timeline is not None))
             shutil.rmtree(plan.out / "logs", ignore_errors=True)  # remove the logs of an earlier comparison
             # Modules that loading the workload has imported; the warm parent imports them too.
@@ -319,7 +319,7 @@ class Reporter:
         self._bar.reset(self._task, total=num_steps, description=shown, rate="starting", visible=True)
 
     def skip(self, num_runs: int = 1) -> None:
-        """Subtract runs that will not be made from the total."""
+        """Reduce the shown total by this many runs, which will not be made."""
         self._num_runs -= num_runs
 
     def tick(self, step: int) -> None:

@@ -9,7 +9,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.strategies import Strategy
 from guozhuang.world.devices import served_types
 
-#: PyTorch's own wrapper, compared as most people use it on CPUs today: on this backend, with one group.
+#: PyTorch's own wrapper, and the backend on which it is compared on CPUs, with one group, as most people use it today.
 _PEER, _BACKEND_OF_THE_PEER = "torch-ddp", "gloo"
 
 
@@ -43,7 +43,7 @@ class Contender:
 
 
 def contenders(text: str, backend: str | None, num_groups: int, on_cpu: bool) -> tuple[Contender, ...]:
-    """Parse ``--strategies``, with ``--backend`` and ``--groups``.
+    """Parse ``--strategies``, ``--backend`` and ``--groups`` into the rows of a comparison.
 
     A strategy may be written ``name@backend``. Without a backend it gets that of ``--backend``, except ``torch-ddp`` on CPUs,
     which gets one gloo group, as most people use it. Strategies that use no groups ignore both options.

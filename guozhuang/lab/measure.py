@@ -31,7 +31,7 @@ _TCP_INFO_BYTES = 512
 
 
 class Clock:
-    """Marks points in time on one device and measures between them.
+    """Marks points in time on one device, and measures the seconds between two marks.
 
     Args:
         device: the device that runs the timed work.
@@ -79,7 +79,7 @@ class LastGradient:
         self._search()
 
     def take(self) -> Any:
-        """Return the mark of the backward pass that has just ended; None if the watched parameter got no gradient in it."""
+        """Return the mark of the backward pass that has just ended; None, and a new search, if it left no mark."""
         mark, self.mark = self.mark, None
         if mark is None:
             self._search()
@@ -197,7 +197,7 @@ def difference(reference: Path, other: Path) -> Difference:
         if apart.numel() == 0:
             continue
         here = _number(apart.max())
-        if not tensor or not here <= largest:  # "not <=" is also true for a NaN, which is then kept as the largest
+        if not tensor or not here <= largest:  # "not <=" is true for a NaN too, which is then kept as the largest
             largest, tensor = (here, name) if not math.isnan(largest) else (largest, tensor)
         scale = _number(weight.abs().max())
         relative = max(relative, here / scale if scale > 0 else (0.0 if here == 0 else math.inf))

@@ -1,4 +1,4 @@
-"""The plan of a comparison: the command line's options, checked before any process starts."""
+"""Make the plan of a comparison from the command line's options, which are checked before any process starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ComparisonPlan:
 
     Attributes:
         contenders: the strategies and their backends, in the order of the table.
-        workload: its name, or ``module:function``.
+        workload: the workload's name, or ``module:function``.
         options: the options of the workload.
         settings: the other settings that the report prints.
         timeout_s: the time limit of one run.
@@ -227,7 +227,7 @@ def _writable(folder: Path, option: str = "--out") -> Path:
 
 
 def notes_of(plan: ComparisonPlan, busy: float = 0.0) -> tuple[str, ...]:
-    """Return the warnings that a reader of the report needs about the settings of the comparison.
+    """Return warnings for the reader of the report: settings or a busy machine under which the numbers mean less.
 
     Args:
         plan: the settings.

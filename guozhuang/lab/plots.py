@@ -68,7 +68,7 @@ def _render(name: str, drawing: Callable[[Any], None], height: float) -> tuple[b
         "axes.labelcolor": _INK,
         "xtick.color": _INK,
         "ytick.color": _INK,
-        "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
+        "svg.fonttype": "none",  # keep text as text, not as curves: it can be selected, and takes the page's font
         "svg.hashsalt": name,  # the ids of SVG elements depend on this, and several plots on one page must not share ids
         "hatch.linewidth": 0.6,
     }

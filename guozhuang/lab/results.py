@@ -130,7 +130,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunFailure:
-    """The reason why a strategy has no results: the first cause in a few lines, and the log file of its processes."""
+    """The failure of a strategy's run: its first cause in a few lines, the log file of its processes, and the round."""
 
     cause: str
     log: str
@@ -139,13 +139,13 @@ class RunFailure:
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """The results of one strategy.
+    """The results of one strategy with one backend: a row of the comparison's tables.
 
     Attributes:
-        name: its name in this comparison: the strategy's name, or ``strategy@backend``.
+        name: the name of the row in this comparison: the strategy's name, or ``strategy@backend``.
         strategy: the strategy's name; empty if it equals ``name``.
-        asked_backend: the requested backend; None: ``gz.init`` chose it, see ``backend``.
-        num_groups: the number of process groups that exchanged its buckets in turn.
+        asked_backend: the requested backend; None: ``gz.init`` chose one, see ``backend``.
+        num_groups: the number of process groups that exchanged the strategy's buckets in turn.
     """
 
     name: str
@@ -273,7 +273,7 @@ class ComparisonSettings:
     Attributes:
         num_ranks: the ranks of strategies of several processes; it also sets the global batch of every strategy.
         num_steps: the number of measured steps of a run.
-        num_warmup_steps: the number of steps before them.
+        num_warmup_steps: the number of steps before the measured ones.
         num_rounds: the number of runs of each strategy.
         num_epochs: the option ``--epochs``, from which ``num_steps`` was computed; None without it.
         seed: seed of the initial weights and of the order of the samples.
@@ -300,7 +300,7 @@ class ComparisonSettings:
 
 @dataclass(frozen=True)
 class Results:
-    """All results of a comparison."""
+    """All results of a comparison, as ``results.json`` holds them."""
 
     created: str
     command: str

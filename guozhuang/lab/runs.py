@@ -28,12 +28,12 @@ _IMPORT_S = 120.0  # seconds that the warm parent may take for its imports
 _GRACE_S = 5.0  # seconds between asking processes to end and killing them
 _LOOK_S = 0.5  # seconds between two looks at a run: long, because looking takes time from the measured processes
 _CAUSE_CHARACTERS = 1500
-_RANK_LOGS = "ranks"  # the folder of the ranks' logs, inside the run's folder
+_RANK_LOGS = "ranks"  # name of the folder of the ranks' logs, inside the run's folder
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end a command as Ctrl-C does: by KeyboardInterrupt, so that its processes are ended first."""
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that the command first ends its processes."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt
@@ -71,7 +71,7 @@ class Runs:
             self._crew.close()
 
     def execute(self, spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:
-        """Execute a run to its end.
+        """Execute a run in fresh processes, and wait for its end.
 
         Args:
             spec: the run; its folder exists and is empty.

@@ -34,7 +34,8 @@ SETTLED = 0.05
 #: If the fastest round is faster than the slowest by more than this factor, other programs kept the machine busy.
 RESTLESS = 1.25
 
-#: Above this relative distance of all weights, rounding alone is not the likely reason (fp32, some hundred steps).
+#: If weights are further than this relative distance from those of ``single``, rounding alone is not the likely reason (fp32,
+#: some hundred steps).
 ROUNDING_DISTANCE = 1e-3
 
 #: A training diverged if its loss rose by more than this many times the loss of the first step.

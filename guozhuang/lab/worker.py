@@ -33,8 +33,8 @@ from guozhuang.sharding.whole import full_weights, is_divided, load_whole
 from guozhuang.timeline import Timeline
 from guozhuang.workloads import Workload, load
 
-#: ``first``: the run of the first round, which also saves the weights and evaluates. ``timing``: measures only.
-#: ``timeline``: writes a trace instead of measuring.
+#: Purposes of a run. ``first``: a run of the first round, which also saves the weights and evaluates the model. ``timing``:
+#: measure only. ``timeline``: write a trace instead of measuring.
 PURPOSES = ("first", "timing", "timeline")
 
 
@@ -160,7 +160,8 @@ def main(arguments: list[str]) -> None:
     """Execute the run that the file ``arguments[0]`` describes."""
     spec = build(RunSpec, json.loads(Path(arguments[0]).read_text()))
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks for stacks before it ends a hung run
+    # By SIGUSR1 the parent process asks for the stacks of all threads, before it ends a run that hangs.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     folder = Path(spec.folder)
     write_text(folder / f"pid-{os.getpid()}", str(os.getpid()))
     try:
@@ -223,7 +224,7 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
 
 
 def _warm_up(trainer: _Trainer) -> int | None:
-    """Train the steps before the measured ones; return this rank's PSS in the last of them."""
+    """Train the warm-up steps, before the measured ones; return this rank's PSS (memory, in bytes) in the last of them."""
     num_steps = trainer.spec.num_warmup_steps
     found: list[int | None] = []
 
@@ -241,7 +242,7 @@ def _warm_up(trainer: _Trainer) -> int | None:
 
 
 def _keep_first(trainer: _Trainer) -> dict[str, float]:
-    """Save an exact strategy's weights in the run's folder, and evaluate rank 0's bare model while the other ranks wait."""
+    """Save an exact strategy's weights in the run's folder, and evaluate rank 0's bare model; every rank must call this."""
     metrics: dict[str, float] = {}
     whole = full_weights(trainer.bare)  # every rank must call this, because divided weights are gathered
     if trainer.here.rank == 0:
@@ -273,7 +274,7 @@ def _mean_phases(trainer: _Trainer) -> Phases:
 
 
 def _batches(workload: Workload, batch_size: int, seed: int, here: world.World) -> Iterator[Any]:
-    """Yield batches of this rank's share without end, all of full size, in a new order each epoch."""
+    """Yield full batches of this rank's share of the training data for ever, in a new order each epoch."""
     loader = data.loader(
         workload.train, batch_size, seed=seed, ends="drop", drop_last=True, collate_fn=workload.collate, world=here
     )

@@ -1,4 +1,4 @@
-"""The entry point of ``guozhuang run``: read the command line, run it on this node or on hosts, report how it ended."""
+"""The entry point of ``guozhuang run``: read the command line, run the ranks on this node or on hosts, report the outcome."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from guozhuang.launch.request import Request, RunReport, with_folders
 
 _log = logging.getLogger("guozhuang")
 _SECRET_BYTES = 32
-_ERROR_LEVEL = 2  # the level "error" of torch's C++ log
+_ERROR_LEVEL = 2  # torch's C++ log numbers its level "error" so
 _READ_S = 5.0  # seconds; how long after a signal the last message may wait for the reader of standard error
 
 
 def main(arguments: Sequence[str], request: Request | None = None) -> int:
-    """Run ``guozhuang run`` with these arguments.
+    """Execute the command ``guozhuang run`` with these arguments, and wait for its end.
 
     Args:
         arguments: the command line after ``guozhuang run``.

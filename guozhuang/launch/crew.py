@@ -24,7 +24,7 @@ ENTRY = str(Path(__file__).with_name("rank.py"))
 _log = logging.getLogger("guozhuang")
 # Seconds between the start of the ranks and that of the warm parent: its imports would slow down theirs; short runs need none.
 WARM_AFTER_S = 5.0
-_POLL_S = 0.05  # interval of polling where the kernel has no pidfd
+_POLL_S = 0.05  # seconds between two checks whether a rank has ended, where the kernel has no pidfd
 
 
 def entry(log_folder: str = "") -> list[str]:
@@ -51,7 +51,7 @@ class Crew:
 
     def __init__(self, folder: str) -> None:
         self.run = secrets.token_hex(8)
-        self.sessions: dict[int, int] = {}  # process id of each rank ever started -> its start time
+        self.sessions: dict[int, int] = {}  # process id of each rank or server that was started -> its start time
         self._guard = guard.Guard(self.run, folder)
         self._processes: dict[int, subprocess.Popen[bytes] | ForkedRank] = {}
         self._handles: dict[int, int] = {}  # pidfd -> rank
@@ -64,7 +64,7 @@ class Crew:
     def start(
         self, rank: int, command: Sequence[str], environ: Mapping[str, str], stdout: str = "", stderr: str = ""
     ) -> int:
-        """Start a rank; return its process id.
+        """Start the process of a rank, as a fork of the warm parent if possible; return the process id.
 
         Args:
             rank: its number in the world.
@@ -146,7 +146,7 @@ class Crew:
         self._guard.know(pids)
 
     def pid(self, rank: int) -> int:
-        """Return the process id of a rank."""
+        """Return the process id of a rank whose end ``wait`` has not yet reported."""
         return self._processes[rank].pid
 
     def wait(self, limit_s: float) -> dict[int, int]:

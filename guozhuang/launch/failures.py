@@ -16,7 +16,7 @@ OUT_OF_MEMORY = "if nobody sent it, the machine ran out of memory"
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a rank whose exit code is not 0.
+    """The failure of a rank: how its process ended, with an exit code other than 0, and its last output.
 
     Attributes:
         rank: its number in the world.

@@ -111,7 +111,7 @@ class Guard:
     def know(self, pids: Sequence[int]) -> None:
         """Send the guard the process ids of ranks that were started."""
         if self._process is not None:
-            self._process.wait()  # this process only forks the real guard and exits at once
+            self._process.wait()  # the process that ``__init__`` started only forks the real guard, and exits at once
         self._send("".join(f"{pid} {start_of(pid)}\n" for pid in pids))
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class Guard:
 
     def _send(self, text: str) -> None:
         if self._process is not None and not self._process.stdin.closed:  # type: ignore[union-attr]
-            with contextlib.suppress(OSError):  # the guard was killed; the ranks still end with the agent
+            with contextlib.suppress(OSError):  # fails if the guard was killed; ranks still end with the agent
                 self._process.stdin.write(text.encode())  # type: ignore[union-attr]
                 self._process.stdin.flush()  # type: ignore[union-attr]
 
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> None:
     """Wait until the agent sends "done" or has ended; if it has ended, kill the remaining processes of its run."""
     agent, run, folder = int(arguments[0]), arguments[1], arguments[2]
     if os.fork():
-        os._exit(0)  # the remaining process is no child of the agent, so it is not taken for a rank
+        os._exit(0)  # only the forked process remains: the guard must be no child of the agent
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     received = b""

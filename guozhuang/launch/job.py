@@ -100,7 +100,7 @@ class Job:
         return self._held_s > 0
 
     def ended(self, rank: int, code: int) -> None:
-        """Record that the process of a rank has ended."""
+        """Record that the process of a rank has ended, with this exit code (negative for a signal)."""
         self.living.discard(rank)
         self.codes[rank] = code
 
@@ -114,7 +114,7 @@ class Job:
             self._term_at = now + INTERRUPT_S
 
     def stop(self, now: float, restart: bool = False) -> None:
-        """Stop the attempt, because of another node or a server; ``restart``: the ranks are to be started again."""
+        """Stop the ranks, because another node or a server failed or restarts; ``restart``: they are to be started again."""
         if self._outcome is None:
             self._stop_ranks(Outcome.RESTART if restart else Outcome.STOPPED, signal.SIGTERM, now)
 

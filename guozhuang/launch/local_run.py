@@ -36,7 +36,7 @@ _HELD = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 
 class LocalRun(NodeRun):
-    """A run of this node's ranks, which our own agents start after a rendezvous of a fixed number of nodes."""
+    """The run of this node's ranks by our own agent, after a rendezvous with the agents of a fixed number of nodes."""
 
     def __init__(self, plan: Plan, request: Request) -> None:
         super().__init__(plan, request)
@@ -102,7 +102,7 @@ class LocalRun(NodeRun):
             self._clean_up()
 
     def _start(self, attempt: Attempt) -> None:
-        """Start all ranks of an attempt."""
+        """Start the servers and all ranks of this node for an attempt."""
         os.environ.update(self._servers.start(attempt))
         self._crew.know(self._servers.pids)
         environs = {local: self._environment(attempt, local) for local in range(self._plan.num_local_ranks)}
@@ -210,7 +210,7 @@ class LocalRun(NodeRun):
         return Outcome.SUCCEEDED
 
     def _end_ranks(self) -> None:
-        """Wait until the ranks have ended. The caller has stopped the job before."""
+        """Wait until the ranks of this node have ended. The caller must have stopped the job before."""
         while self._job.living and self._turn() is None:
             pass
         self._clean_up()
@@ -337,7 +337,7 @@ class TorchrunLogs:
         self._tails.append(TailLog(role, files, shown_on, prefixes, **more).start())  # type: ignore[arg-type]
 
     def of_rank(self, local_rank: int) -> list[str]:
-        """Return the files that hold this rank's output."""
+        """Return the paths of the files to which this rank's output goes."""
         found = (self.files.stdouts.get(local_rank), self.files.stderrs.get(local_rank))
         return [path for path in found if path]
 

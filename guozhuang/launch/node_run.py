@@ -29,7 +29,7 @@ _RUN_PATH = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run
 
 
 class NodeRun:
-    """The base of the runs of one node. The caller must call ``close``, also after an error.
+    """The base class of the runs of one node. The caller must call ``close``, also after an error.
 
     Args:
         plan: the checked options of the command line.

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     command = list(arguments[2:])
     if not begin(int(arguments[0]), arguments[1]):
         return 128 + signal.SIGKILL
-    # Python ignores both signals, and a program that is not Python would inherit that through exec.
+    # Python ignores both signals at its start, and a program that is not Python would inherit that through exec.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -57,7 +57,7 @@ def _end_with_the_agent(agent: int) -> bool:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    # The kernel does not report an agent that ended before the call; but then our parent is another process.
+    # The kernel sends no signal for an agent that ended before the call; but then the parent is another process.
     return os.getppid() == agent
 
 

@@ -64,7 +64,7 @@ class RankFiles(LogsSpecs):
         return found
 
     def begin(self, environs: Mapping[int, Mapping[str, str]]) -> None:
-        """Prepare for an attempt with these local ranks and their environment variables."""
+        """Begin the next attempt, with these local ranks (number -> environment variables), and reset ``Output`` for it."""
         self._attempt += 1
         self._output.begin([int(environ["RANK"]) for environ in environs.values()])
 

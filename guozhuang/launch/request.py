@@ -1,4 +1,4 @@
-"""Options that a program passes to an agent besides the command line, and the report of how the agent's run ended."""
+"""The options that a program passes to an agent besides the command line, and the report of how the agent's run ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunReport:
-    """The end of the run of a node, or of all hosts. The launcher of several hosts receives it as JSON.
+    """The report of how the run of a node, or of all hosts, ended. An agent sends it to the launcher of several hosts as JSON.
 
     Attributes:
         text: the message for the user, in paragraphs; empty if all ranks ended with 0.
@@ -96,7 +96,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """Options of the program that calls an agent. The defaults are for a user at a shell.
+    """The options with which a program calls an agent. The defaults are those of a user at a shell.
 
     Attributes:
         extension: additions of a compatibility layer for another system's scripts.

@@ -89,7 +89,7 @@ class Servers:
             with contextlib.suppress(subprocess.TimeoutExpired):  # a server in uninterruptible sleep is left behind
                 process.wait(_JOIN_S)
         for reader in self._readers:
-            reader.join(_JOIN_S)  # limited, because a child of the server may hold the pipe open
+            reader.join(_JOIN_S)  # wait for a limited time, because a child of the server may hold the pipe open
         self._processes, self._readers = [], []
 
     def _read(self, number: int, process: subprocess.Popen[bytes]) -> None:

@@ -25,7 +25,7 @@ class SignalledError(Exception):
 
 
 class Signals:
-    """Signal handlers for a ``with`` block in the main thread. A signal that is ignored, as under nohup, stays ignored.
+    """Installs signal handlers for a ``with`` block in the main thread. A signal that was ignored, as by nohup, stays ignored.
 
     Args:
         wanted: the signals to handle.

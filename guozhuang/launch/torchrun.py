@@ -1,4 +1,4 @@
-"""Runs whose nodes use one of torchrun's rendezvous backends (``--rdzv-backend``), through torch elastic's public interface.
+"""Run ranks with one of torchrun's rendezvous backends (``--rdzv-backend``), through torch elastic's public interface.
 
 Torch elastic then starts, watches and restarts the ranks by its own rules. We add: output and variables of ranks as in other
 runs, a secret for the ``c10d`` store if one is set, and the guard, which leaves no process when the agent is killed.
@@ -43,7 +43,7 @@ _SILENT = (
 
 
 class TorchElasticRun(NodeRun):
-    """A run whose ranks torch elastic's agent starts and restarts."""
+    """The run of this node's ranks by torch elastic's agent, which starts, watches and restarts them."""
 
     def run(self) -> RunReport:
         """Run torch elastic's agent to its end; return how the run ended.

@@ -19,8 +19,8 @@ _RECORD = re.compile(
     r"^(?:\[|[WEIFC]\d{4} |\d{4}[-/]\d\d[-/]\d\d|[A-Z]+:\w|(?:WARNING|ERROR|INFO)\b|guozhuang|\S+:\d+: \w*Warning"
     r"|Exception ignored in|terminate called)"
 )
-_MAX_MESSAGE = 40  # maximum number of lines of an exception's text after the first
-# Errors that ranks print when another rank has ended: of gloo, the store, NCCL, and our own.
+_MAX_MESSAGE = 40  # an exception's text has at most this many lines after its first; otherwise they are other output
+# Matches errors that ranks print when another rank has ended: those of gloo, the store and NCCL, and our own.
 _LOST_PEER = re.compile(
     r"PeerLost|Connection (?:closed|reset) by peer|Connection refused|[Bb]roken pipe|Read error \[|Write error \["
     r"|failed to (?:recv|send), got|DistNetworkError|the process that keeps the store .* is gone"
@@ -58,7 +58,7 @@ def last(lines: Sequence[str]) -> tuple[int, int] | None:
 
 
 def with_message(lines: Sequence[str], end: int) -> int:
-    """Return the index after the exception's text, if only lines that look like a log follow it; else ``end``.
+    """Return the index after the exception's text, which ends where lines of a log begin; ``end`` if it would be too long.
 
     Args:
         lines: the last lines of a process that ended by its exception.

@@ -56,7 +56,7 @@ _POLL_S = 0.001
 _READY = b"ready"
 
 
-# The warm parent of this process, if a warm parent forked this process as a launcher.
+# The warm parent that serves this process, if this process is a launcher that another warm parent forked; else None.
 inherited: WarmParent | None = None
 
 
@@ -65,14 +65,14 @@ class NotWarmError(Exception):
 
 
 class ForkedRank:
-    """A rank that a warm parent forked: a child of this process, with the part of ``subprocess.Popen`` that ``Crew`` uses."""
+    """A rank that a warm parent forked, now a child of this process; has those methods of ``Popen`` that ``Crew`` uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the rank runs."""
+        """Return the exit code of the rank, negative for a signal; None while it runs."""
         if self._code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if pid else None
@@ -106,7 +106,7 @@ class WarmParent:
 
     @classmethod
     def start(cls, words: Sequence[str], environ: Mapping[str, str], modules: Sequence[str] = ()) -> WarmParent:
-        """Start a warm parent, which imports in the background.
+        """Start a warm parent, and return without waiting for its imports.
 
         Args:
             words: the command of a rank (``[sys.executable, "-u", ...]``).
@@ -269,7 +269,7 @@ def _serve(channel: socket.socket, loaded_with: Mapping[str, str]) -> dict[str, 
         except OSError:
             message = b""
         if not message:
-            os._exit(0)  # the agent has closed the channel, or has ended
+            os._exit(0)  # the agent has closed the socket, or has ended: no request will follow
         between = os.fork()
         if between == 0:
             if os.fork():
@@ -278,7 +278,7 @@ def _serve(channel: socket.socket, loaded_with: Mapping[str, str]) -> dict[str, 
                 channel.close()
                 request = _begin(files)
             except BaseException:
-                os._exit(1)  # the agent notices that the socket of its request is closed
+                os._exit(1)  # the agent notices that the request's socket is closed, and starts the rank by exec
             return _with_warm_parent(request, loaded_with) if request["is_launcher"] else request
         os.waitpid(between, 0)
         for file in files:
@@ -286,7 +286,7 @@ def _serve(channel: socket.socket, loaded_with: Mapping[str, str]) -> dict[str, 
 
 
 def _begin(files: Sequence[int]) -> dict[str, Any]:
-    """Turn this forked process into the rank of the request, as far as its script can see."""
+    """Give this forked process the session, streams, folder and environment of the rank; return the request for that rank."""
     from guozhuang.launch import rank
 
     parent = os.getppid()
@@ -336,7 +336,7 @@ def _run(request: Mapping[str, Any]) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # else all forked ranks would draw the same numbers
+        sys.modules["numpy.random"].seed()  # otherwise all forked ranks would draw the same random numbers
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
@@ -353,7 +353,7 @@ def _run(request: Mapping[str, Any]) -> None:
             code = compile(file.read(), path, "exec")
         exec(code, main.__dict__)
     except BaseException as error:
-        # Python prints the error and ends as after any script; only the calls in this file are left out of the traceback.
+        # Python prints the error and ends as after any script; the hook only removes the calls in this file from the traceback.
         hook, trace = sys.excepthook, error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next

@@ -40,7 +40,7 @@ class Display:
         return [[each.is_terminal, each.colour] for each in self._targets.values()]
 
     def take(self, link: Link, stream: str, data: bytes) -> None:
-        """Show output of a host.
+        """Show output that a host has sent.
 
         Args:
             link: the host; the first one has rank 0.
@@ -70,12 +70,12 @@ class Display:
         self._targets["stderr"].screen.lines(b"", f"{WHO}: {text}".encode(errors="replace").split(b"\n"))
 
     def end_lines(self) -> None:
-        """End unfinished lines, so that the next output begins in a new line."""
+        """End unfinished lines on the screen, so that the next output, such as the shell's, begins in a new line."""
         for target in self._targets.values():
             target.screen.end()
 
     def _wait_for_room(self, descriptor: int) -> bool:
-        """Wait until the descriptor has room; return False if the launcher got a signal and the reader takes nothing."""
+        """Wait until the descriptor can take output; return False if its reader takes none after a signal to the launcher."""
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
         # Each call of poll() is short, because a signal that arrives just before the call would not interrupt it.

@@ -6,7 +6,7 @@ import re
 import unicodedata
 
 RESET = b"\x1b[0m"
-_MAX_DIGITS = 9  # longest number to parse: int() raises for some thousands of digits
+_MAX_DIGITS = 9  # a number with more digits is not parsed: int() raises for some thousands of digits
 # Matches an escape sequence: a control sequence (group 1: its parameters, 2: its kind), a link or title, or a short sequence.
 ESCAPE = rb"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"
 _ESCAPE = re.compile(ESCAPE)
@@ -44,7 +44,7 @@ def rows_up(data: bytes) -> int:
 
 
 def width(data: bytes) -> int:
-    """Return how many columns the text of a row takes."""
+    """Return how many columns of the terminal the text of a row takes, without its escape sequences."""
     text = without_escapes(data)
     if text.isascii():
         return max(map(len, text.split(b"\r")))

@@ -19,7 +19,7 @@ _LIVE_PATIENCE_S = 0.05
 
 
 class Lines:
-    """Cuts the output of a rank into lines. Of a line that was overwritten by carriage returns only the last state is kept.
+    """Cuts the output of a rank into lines. Of a line that was overwritten after a carriage return only the last state is kept.
 
     Args:
         moves: whether cursor movements up in the overwritten part are kept, as one escape sequence before the line.
@@ -30,7 +30,7 @@ class Lines:
         self._moves = moves
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add bytes; return the lines that they complete, without line ends."""
+        """Add bytes of the output; return the lines that these bytes complete, without line ends."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MAX_DRAWN and b"\r" in self._rest:
             self._rest = b"\r" + self._last_state(self._rest)
@@ -40,7 +40,7 @@ class Lines:
         return [self._last_state(line) for line in lines]
 
     def is_waiting(self) -> bool:
-        """Return whether there is an unfinished line that is no progress bar (has no carriage return)."""
+        """Return whether there is an unfinished line that is no progress bar, so has no carriage return."""
         return bool(self._rest) and b"\r" not in self._rest
 
     def rest(self) -> list[bytes]:
@@ -55,7 +55,7 @@ class Lines:
 
 
 class WholeLines:
-    """The output of a stream that is shown by whole lines.
+    """The output of a stream that is shown by whole lines only; an unfinished line is held back for ``patience_s`` seconds.
 
     Args:
         screen: shows it.
@@ -87,7 +87,7 @@ class WholeLines:
             self.finish()
 
     def finish(self) -> None:
-        """Show the unfinished line."""
+        """Show the unfinished line now, if there is one."""
         self._show(self._lines.rest())
 
     def _show(self, lines: Sequence[bytes]) -> None:

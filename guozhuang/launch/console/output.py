@@ -1,4 +1,4 @@
-"""One thread that reads the output of a node's ranks, and notes when their processes end.
+"""Read and show the output of a node's ranks in one thread, which also notes when their processes end.
 
 [Note: pipes] Each rank writes into a named pipe in the agent's temporary folder. Torch's own ``--tee`` polls files instead:
 that fills a disk over weeks, shows a line a tenth of a second late, and loses the order of lines of different ranks.
@@ -112,20 +112,20 @@ class Output:
         self._thread.start()
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """Prepare for an attempt with these ranks. All processes of the last attempt must have ended."""
+        """Close the streams of the last attempt, whose processes must have ended, and begin an attempt with these ranks."""
         with self._lock:
             self._drain()
         self._poke()
         self.traces = {rank: Trace() for rank in ranks}
 
     def replace(self, rank: int) -> None:
-        """Reset the trace of a rank whose process is replaced, so that old lines do not explain the new process's end."""
+        """Drop the kept lines of a rank whose process is replaced: they must not explain the end of the new process."""
         self.traces[rank] = Trace()
 
     def pipes(
         self, rank: int, folder: str, shown: bool = True, copies: str | None = None, name: str = ""
     ) -> RankPlaces:
-        """Open pipes or terminals for the output of a rank; return their places.
+        """Open pipes or terminals for the output of a rank; return the paths by which the rank finds them.
 
         Args:
             rank: its number in the world.
@@ -190,7 +190,7 @@ class Output:
         except OSError:
             return None
         if self._signals_before is not None and signal.SIGWINCH not in self._handlers:
-            # The handler does nothing: the thread gets the signal's number through the wakeup descriptor, see ``_on_wake``.
+            # The handler does nothing: the output thread reads the signal from the wakeup descriptor, see ``_on_wake``.
             self._handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, lambda number, frame: None)
             signal.siginterrupt(signal.SIGWINCH, False)
         return way
@@ -218,7 +218,7 @@ class Output:
         self._poke()
 
     def say(self, text: str) -> None:
-        """Print a message of the launcher on standard error, in lines of its own: above a progress bar, not behind it.
+        """Print a message of the launcher on standard error, in lines of its own, above a progress bar if there is one.
 
         The call does not wait for the reader of our output. After ``close`` it does the same as ``say.say``.
         """
@@ -291,7 +291,7 @@ class Output:
         signal.signal(signal.SIGTSTP, self._pause)
         signal.siginterrupt(signal.SIGTSTP, False)
         self._tell_ranks(signal.SIGCONT)
-        self._wake.send(bytes([signal.SIGWINCH]))  # the size of the terminal may have changed
+        self._wake.send(bytes([signal.SIGWINCH]))  # the terminal's size may have changed while the process was stopped
 
     def _tell_ranks(self, number: int) -> None:
         for trace in list(self.traces.values()):
@@ -334,7 +334,7 @@ class Output:
             pass  # repeat, because output may be queued, and its wakeup consumed, while flush() waits for room
 
     def _wait_for_room(self, descriptor: int) -> bool:
-        """Wait until the descriptor has room; meanwhile handle changes of the terminal's size. Always return True."""
+        """Wait until the descriptor can take output; meanwhile handle changes of the terminal's size. Always return True."""
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
         poll.register(self._woken, select.POLLIN)

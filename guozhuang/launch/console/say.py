@@ -27,7 +27,7 @@ def say(text: str, who: str = WHO, within_s: float | None = None) -> None:
     except BlockingIOError:
         return
     except (OSError, ValueError):
-        # At exit Python would write the buffered text again, fail, and end with code 120. So stderr now leads to /dev/null.
+        # Let stderr lead to /dev/null: otherwise Python would write the buffered text at exit again, fail, and return 120.
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stderr.fileno())
@@ -35,8 +35,8 @@ def say(text: str, who: str = WHO, within_s: float | None = None) -> None:
 
 
 def _is_read(limit_s: float) -> bool:
-    """Wait up to ``limit_s`` seconds until standard error has room; return whether it has."""
+    """Wait up to ``limit_s`` seconds until standard error can take output; return whether it can."""
     try:
         return bool(select.select([], [sys.stderr.fileno()], [], limit_s)[1])
     except (OSError, ValueError):
-        return True  # sys.stderr has no descriptor to wait for
+        return True  # sys.stderr has no descriptor, so a write to it does not wait for a reader

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from guozhuang.launch.console.escapes import ESCAPE, RESET, is_plain, number, only_colours, width
 
 _COLOURS = (36, 33, 35, 32, 34, 31)  # colours of the ranks' marks: cyan first; red last, because it looks like an error
-_ERASE_REST = b"\x1b[K"  # erases the rest of the row
+_ERASE_REST = b"\x1b[K"  # the escape sequence that erases the rest of the row
 _ERASE_BELOW = b"\r\x1b[J"
 _END_FULL_SCREEN, _SHOW_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
 _MAX_ROWS = 200  # how many of the last rows of the screen are remembered
@@ -33,7 +33,7 @@ _PIECE = re.compile(rb"[\r\n]|[^\x1b\r\n]+|" + ESCAPE + rb"|\x1b")
 _PIECE_OF_FILE = re.compile(rb"[\r\n]|[^\r\n]+")
 _UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]{0,64}[ -/]*|\][^\x07\x1b]{0,2048}\x1b?)?\Z")
 _FULL_SCREEN = (b"?1049", b"?1047", b"?47")
-# Sequences after which the cursor's row is unknown: absolute positions, saved positions, scrolling regions.
+# Matches escape sequences after which the cursor's row is unknown: absolute positions, saved positions, scrolling regions.
 _LOST = re.compile(rb"\x1b(?:\[.*[BEHfrsuSTLM]|[78MDEc])\Z", re.DOTALL)
 
 
@@ -67,11 +67,11 @@ class Screen:
     ) -> None:
         self._write, self._is_terminal, self._size = write, is_terminal, size
         self._out: list[bytes] = []
-        self._owner: Hashable = None  # the live stream that drew last
+        self._owner: Hashable = None  # the stream that last wrote by ``live``; None: none did, or ``end`` was called
         self._mark = b""  # the prefix of the owner's lines
         self._cuts: dict[Hashable, bytes] = {}  # stream -> the incomplete escape sequence at the end of its output
-        self._colours: list[bytes] = []  # the colour sequences in effect
-        self._rows, self._at = [_Row()], 0  # the last rows of the screen; the index of the cursor's row
+        self._colours: list[bytes] = []  # the colour sequences that are in effect at the end of the owner's output
+        self._rows, self._at = [_Row()], 0  # the remembered last rows of the screen; the index of the cursor's row
         self._at_start = True  # whether the cursor is in the first column
         self._height, self._grown = 1, 0  # rows of the block, known from its last movement up; rows added since then
         # Whether another stream has ended the owner's line in a file, so that the owner's next line end is not written.
@@ -144,7 +144,7 @@ class Screen:
         self._flush()
 
     def end(self) -> None:
-        """Move to a new line below everything, and reset the terminal: colours, cursor, full-screen mode."""
+        """Move the cursor to a new line below all output, and reset the terminal: colours, cursor, full-screen mode."""
         if self._waiting is not None:
             self._leave_full_screen(_END_FULL_SCREEN)
         self._end_block()
@@ -175,7 +175,7 @@ class Screen:
             row.data = text
             text += _ERASE_REST
         else:
-            # The overwritten text is forgotten, because progress bars always write whole rows.
+            # The text overwrites the row, whose old text is dropped completely: progress bars always write whole rows.
             text = self._mark + b"".join(self._colours) + text
             row.data = text[-_MAX_REPEATED:]
         row.is_own, self._at_start, self._is_ended = True, False, False
@@ -312,7 +312,7 @@ class Screen:
         self._colours, self._is_ended = [], False
 
     def _is_fresh(self) -> bool:
-        """Return whether the cursor is in an empty row below everything."""
+        """Return whether the cursor is in an empty row below all output."""
         while len(self._rows) - 1 > self._at and not self._rows[-1].data.strip():
             self._rows.pop()  # the stream has erased this row
         return self._at == len(self._rows) - 1 and not self._rows[-1].data.strip()
@@ -327,14 +327,14 @@ class Screen:
         return sum(max(1, math.ceil(width(row.data) / columns)) if columns else 1 for row in rows)
 
     def _top(self) -> int:
-        """Return the index of the first row of the block."""
+        """Return the index of the first row of the block among the remembered rows."""
         top = len(self._rows) - 1
         while top > 0 and self._rows[top - 1].is_own and (top > self._at or len(self._rows) - top < self._height):
             top -= 1
         return min(top, self._at)
 
     def _draw(self, top: int, up: int, at: int, column: int) -> None:
-        """Draw the rows from ``top`` on again, and move the cursor to a place among them.
+        """Draw the remembered rows from ``top`` on again, and move the cursor to a place among them.
 
         Args:
             top: index of the first row that is drawn.

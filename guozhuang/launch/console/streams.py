@@ -67,7 +67,7 @@ class Trace:
 
 
 class NamedPipe:
-    """A named pipe from a rank to the agent."""
+    """A named pipe into which a rank writes, and from which the agent reads."""
 
     def __init__(self, path: str) -> None:
         os.mkfifo(path, 0o600)
@@ -83,7 +83,7 @@ class NamedPipe:
 
 
 class OwnTerminal:
-    """A pseudo terminal from a rank to the agent. See [Note: the terminal of rank 0].
+    """A pseudo terminal on which a rank writes, and from which the agent reads. See [Note: the terminal of rank 0].
 
     Args:
         real: descriptor of the real terminal, on which the output is shown.
@@ -101,7 +101,7 @@ class OwnTerminal:
         self.source, self._own_end = os.openpty()
         try:
             self.path = os.ttyname(self._own_end)
-            os.close(os.open(self.path, os.O_RDWR | os.O_NOCTTY))  # test that the rank will be able to open it
+            os.close(os.open(self.path, os.O_RDWR | os.O_NOCTTY))  # test that the rank can open the terminal by path
             attributes = termios.tcgetattr(self._own_end)
             attributes[_OUTPUT_FLAGS] &= ~termios.OPOST
             attributes[_LOCAL_FLAGS] &= ~termios.ECHO
@@ -142,7 +142,7 @@ def _say_no_copy(path: str, error: OSError) -> None:
 
 
 class Stream:
-    """Reads one stream of a rank, or both through one pipe, keeps the last lines, and shows them.
+    """Reads standard output or standard error of a rank, or both through one pipe; keeps the last lines and shows all lines.
 
     Args:
         way: the pipe or terminal that the rank writes into; ``finish`` closes it.
@@ -177,7 +177,7 @@ class Stream:
         self._is_closed = False
 
     def read(self) -> bool:
-        """Read the available bytes, and process them; return False if there were none."""
+        """Read the bytes that the rank has written so far, keep and show them; return False if there were none."""
         if self._is_closed:
             return False  # after the selector reported the stream, another thread read the rest and closed it
         try:
@@ -256,14 +256,14 @@ class Stream:
     def _close_copy(self) -> None:
         if self._copy is not None:
             try:
-                self._copy.close()  # a network file system may report a full disk only here
+                self._copy.close()  # a network file system may report a full disk only when the file is closed
             except OSError as error:
                 _say_no_copy(str(self._copy.name), error)
 
     def resize(self) -> None:
         """Pass a change of the real terminal's size on to the rank."""
         if isinstance(self._way, OwnTerminal):
-            with contextlib.suppress(OSError):  # the real terminal has been closed
+            with contextlib.suppress(OSError):  # the call fails if the real terminal has been closed
                 self._way.resize()
             if self._trace.pid and self._trace.ended is None:
                 with contextlib.suppress(OSError):
@@ -272,7 +272,7 @@ class Stream:
 
 
 class LogFile:
-    """A reader of the lines that are added to a file, which need not exist yet.
+    """A reader of the lines that are appended to a log file, which need not exist yet.
 
     Args:
         path: the file.
@@ -295,7 +295,7 @@ class LogFile:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             size = os.fstat(self._file).st_size
             if size < self._offset:
-                self._offset = 0  # the file was truncated
+                self._offset = 0  # the file was truncated: read it from its start
             if size == self._offset:
                 return []
             if size - self._offset > _MAX_FOLLOWED_BYTES:

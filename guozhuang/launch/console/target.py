@@ -1,4 +1,4 @@
-"""Write to standard output and standard error of the launcher, whose reader may be slow or gone."""
+"""Write to the launcher's standard output and standard error, which a terminal, pager or pipe may read slowly or no more."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Target:
         return was_there
 
     def write(self, data: bytes) -> None:
-        """Write all data, waiting for room; drop it if the reader is gone."""
+        """Write all data, waiting until the descriptor can take it; drop the data if its reader is gone."""
         view = memoryview(data)
         while view and not self._is_gone and self._wait(self.descriptor):
             try:

@@ -17,7 +17,7 @@ LOST = 255  # exit code if a host could not be reached, or was lost; the same as
 
 @dataclass(frozen=True)
 class HostFailure:
-    """The failure of a host, which is no longer part of the run.
+    """The failure of a host: it could not be reached, was lost, or its agent ended with an error.
 
     Attributes:
         link: the host.
@@ -39,7 +39,7 @@ class HostFailure:
 
 
 def of(link: Link) -> HostFailure:
-    """Return the failure of a host that closed its connection without a request of the launcher."""
+    """Return the failure of a host whose connection has closed although the launcher did not ask the host to end."""
     code, report = link.code, link.last(RunReport)
     if (lack := link.last(HostLacks)) is not None:
         return HostFailure(link, 1, lack.what)
@@ -54,7 +54,7 @@ def of(link: Link) -> HostFailure:
             text += f"; {OUT_OF_MEMORY}"
         return HostFailure(link, 128 - code, text, is_signal=True, is_of_script=True, report=report)
     if code is not None:
-        # Codes above 128 are signals, as in a shell. SIGTERM does not count: agents send it to their remaining ranks.
+        # A code above 128 is that of a signal, as in a shell. SIGTERM is no cause: agents send it to their remaining ranks.
         is_signal = code > 128 and code != 128 + signal.SIGTERM
         is_cause = report is None or report.is_cause
         return HostFailure(link, code, f"failed: exit code {code}", is_cause, is_signal, True, report)

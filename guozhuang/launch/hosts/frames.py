@@ -12,7 +12,7 @@ from guozhuang.launch.request import RunReport
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """The first message to a node.
+    """The launcher's first message to a node: its place in the run, and the options for its agent.
 
     Attributes:
         host: the name of the host, as the user wrote it.

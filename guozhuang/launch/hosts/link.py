@@ -76,7 +76,7 @@ class Link:
 
     @property
     def title(self) -> str:
-        """Return the name of the host for messages, with the numbers of its parameter servers."""
+        """Return the name of the host for messages to the user, with the numbers of this link's parameter servers."""
         if not self.serves:
             return f"host {self.name}"
         first, last = self.serves[0], self.serves[-1]
@@ -160,11 +160,11 @@ class Link:
         self.send_more()
 
     def reading(self) -> list[int]:
-        """Return the descriptors to watch for input."""
+        """Return the descriptors on which the host's messages and output arrive, for a selector."""
         return list(self._open)
 
     def writing(self) -> int | None:
-        """Return the descriptor to watch for room to write; None if there is nothing to write."""
+        """Return the descriptor to which ``send_more`` must write as soon as it can; None if there is nothing to write."""
         stdin = self._process.stdin
         return stdin.fileno() if self._unsent and stdin is not None and not stdin.closed else None
 
@@ -180,7 +180,7 @@ class Link:
             self._send()
 
     def ping(self) -> None:
-        """Send a heartbeat of the launcher. A separate thread calls it, so that a blocked terminal does not end the run."""
+        """Send a heartbeat of the launcher. A separate thread calls this, so that a blocked terminal does not end the run."""
         with self._lock:
             if not self._unsent:
                 self._unsent += b"\n"
@@ -256,7 +256,7 @@ class Link:
     def _take(self, data: bytes) -> None:
         self._received += data
         if not self._has_begun:
-            # A login shell may have written a text without a line end before the token.
+            # A login shell may have written a text without a line end before the token, so the token may begin inside a line.
             before, found, rest = bytes(b"\n" + self._received).partition(self._token)
             if not found:
                 return

@@ -1,4 +1,4 @@
-"""Choose the address for the rendezvous of hosts: addresses of the first host to try, and a door that all can reach. Pure."""
+"""Choose the first host's address for the rendezvous of hosts: the candidates, then a ``Door`` that all can reach. Pure."""
 
 from __future__ import annotations
 

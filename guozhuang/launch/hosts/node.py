@@ -77,7 +77,7 @@ class Node:
         self._door: tuple[str, int] = ("", 0)  # address and port of the door that all hosts reached
 
     def run(self) -> int:
-        """Take part in the rendezvous, then run the agent or the servers; return the exit code."""
+        """Take part in the rendezvous of the hosts, then run this host's agent or servers; return the exit code."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._close_doors)
             config, options = self._config, argparse.Namespace(**self._config.options)
@@ -116,7 +116,7 @@ class Node:
         known, named = interfaces.addresses(), self._config.interface
         if named is not None:
             known = {named: [interfaces.named(named).address, *known[named]]}
-        # SSH_CONNECTION: client address, its port, server address, its port. The third is how the launcher reached this host.
+        # SSH_CONNECTION holds client address and port, server address and port: by the third the launcher reached this host.
         by_ssh = os.environ.get("SSH_CONNECTION", "").split()
         reached_at = by_ssh[2] if len(by_ssh) == 4 else None
         self._channel.say(frames.NodeReady(node_identity(), known, reached_at))
@@ -195,7 +195,7 @@ class Channel:
         os.set_inheritable(writing, False)
 
     def hear(self) -> object:
-        """Wait for the next request, and return it.
+        """Wait for the launcher's next request, and return it.
 
         Raises:
             WorldError: the supervisor is gone.
@@ -206,7 +206,7 @@ class Channel:
         return decode(line, frames.TO_NODE)
 
     def say(self, message: Any) -> None:
-        """Send the launcher a message."""
+        """Send the launcher a message (a dataclass); do nothing if the supervisor is gone."""
         with contextlib.suppress(OSError):
             os.write(self._writing, encode(message))
 
@@ -260,7 +260,7 @@ def _kill_everything() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one node; return the agent's exit code."""
+    """Run one node, with descriptors for messages as arguments; return the agent's exit code."""
     logging.basicConfig(format="guozhuang: %(message)s", level=logging.WARNING)
     channel = Channel(int(arguments[0]), int(arguments[1]))
     try:

@@ -126,7 +126,7 @@ class HostsPlan:
     extension: Extension = NO_EXTENSION
 
     def options_of(self, node_rank: int) -> dict[str, Any]:
-        """Return the options for the agent of a host, as parsed."""
+        """Return the options for the agent of a host, with its number of ranks and its own file for the timeline."""
         timeline = self.timeline
         if timeline is not None and node_rank:
             root, ending = os.path.splitext(timeline)
@@ -140,7 +140,7 @@ class HostsPlan:
 
 
 def is_asked_for(options: argparse.Namespace) -> bool:
-    """Return whether the command line names hosts.
+    """Return whether the command line asks for a run over several hosts, by ``-H`` or ``--hostfile``.
 
     Raises:
         UsageError: it names no hosts, but has options that need hosts.
@@ -174,7 +174,7 @@ def named_hosts(options: argparse.Namespace) -> list[Host]:
 
 
 def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> HostsPlan:
-    """Check the options on hosts, and place ranks and servers on the hosts.
+    """Check the options for several hosts, and place ranks and servers on the hosts.
 
     Args:
         found: the command line, as parsed.

@@ -45,7 +45,7 @@ def read_hostfile(path: str) -> list[Host]:
     """
     fix = "write lines like 'host slots=2' or 'host:2'"
     try:
-        with open(path, encoding="utf-8-sig") as file:  # some editors write a byte order mark
+        with open(path, encoding="utf-8-sig") as file:  # skip the byte order mark that some editors write
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(explain(f"the hostfile cannot be read: {error}", value=path, fix="check the path")) from error

@@ -1,4 +1,4 @@
-"""The launcher's side of a run over several hosts: start them, direct their rendezvous, show their output, and end them.
+"""The launcher's side of a run over several hosts: start the hosts, direct their rendezvous, show their output, end them.
 
 [Note: the first failure] A rank that dies makes its peers on other hosts fail a moment later, and their agents may report
 that first. So after the first report of a failure the launcher waits ``_SETTLE_S`` before it ends the other hosts. Of the
@@ -66,7 +66,7 @@ class _Stopped(Exception):
 
 
 class HostsRun:
-    """One run over several hosts.
+    """One run over several hosts: one start of all their ranks, from connecting to the hosts to the last rank's end.
 
     Args:
         wanted: the checked options on hosts.
@@ -97,7 +97,7 @@ class HostsRun:
         self.failed: RunReport | None = None
 
     def run(self) -> int:
-        """Run all hosts to their end; return the exit code, as in ``agent.start_hosts``."""
+        """Start all hosts and wait until they have ended; return the exit code, as in ``agent.start_hosts``."""
         pings = threading.Thread(target=self._ping, name="guozhuang pings", daemon=True)
         try:
             with self._caught_signals():
@@ -340,7 +340,7 @@ class HostsRun:
                 EndAgent(min(grace_s, _FINISHED_GRACE_S) if frames.RanksFinished in link.messages else grace_s, number)
             )
             if AgentStarted not in link.messages:
-                link.abandon()  # still connecting: a supervisor that starts later finds its stdin closed, and ends
+                link.abandon()  # the link is still connecting: a supervisor that starts later finds its stdin closed, and ends
         deadline = time.monotonic() + grace_s + _LAST_WORDS_S
         while time.monotonic() < deadline and not all(link.is_closed for link in there):
             if len(self._signals) > num_signals:
@@ -371,7 +371,7 @@ class HostsRun:
 
     @contextlib.contextmanager
     def _caught_signals(self) -> Iterator[None]:
-        """Record signals inside the ``with`` block instead of ending by them; in other threads than the main one do nothing."""
+        """Record signals to the launcher inside the ``with`` block; outside the main thread, which gets them, do nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -47,13 +47,13 @@ _OF_ONE = (*LEFT, "SSH_", "XDG_", "DBUS_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "
 # Variables that hold lists of folders: on a host, its own folders are kept, after those of this machine.
 LISTS = ("PATH", "LD_LIBRARY_PATH")
 
-# Reads the supervisor's source from stdin up to a zero byte, and runs it. It is one line, so that every shell can pass it on.
+# Program that reads the supervisor's source from stdin up to a zero byte, and runs it; one line, which every shell can pass on.
 _BOOTSTRAP = r'import os;exec(b"".join(iter(lambda:os.read(0,1)or os._exit(1),b"\0")))'
 
 
 @dataclass(frozen=True)
 class SshOptions:
-    """Port, key and configuration file for ssh; None: ssh's default."""
+    """The user's options for ssh: port, file of the key, configuration file; None: ssh's default."""
 
     port: int | None = None
     identity: str | None = None
@@ -93,9 +93,9 @@ def command(host: str, options: SshOptions, timeout_s: float, token: str) -> lis
 
 
 def client(host: str, options: SshOptions, timeout_s: float, remote: str) -> list[str]:
-    """Return the ssh command that runs a shell command, ``remote``, on a host; the other arguments are those of ``command``."""
+    """Return the ssh command that runs the shell command ``remote`` on a host; for the other arguments see ``command``."""
     settings = {
-        "BatchMode": "yes",  # do not ask for a password
+        "BatchMode": "yes",  # ssh must fail rather than ask for a password
         "ConnectTimeout": str(max(1, round(timeout_s))),
         "ServerAliveInterval": str(ALIVE_S),
         "ServerAliveCountMax": str(ALIVE_COUNT),
@@ -150,7 +150,7 @@ def is_here(host: str) -> bool:
 
 
 def _as_ssh_sees(name: str, options: SshOptions) -> tuple[str, str]:
-    """Return (host name, port) as ssh's configuration resolves them; the name unchanged if there is no ssh."""
+    """Return (host name, port) to which ssh, by its configuration, would connect; the name unchanged if there is no ssh."""
     plain = str(options.port or _SSH_PORT)
     if shutil.which("ssh") is None:
         return name, plain
@@ -195,7 +195,7 @@ def asked_for(entries: Sequence[str], environ: Mapping[str, str]) -> dict[str, s
 
 
 def of_the_job(environ: Mapping[str, str], extension: Extension = NO_EXTENSION) -> dict[str, str]:
-    """Return further variables that a script may read, for launchers that pass on the whole environment.
+    """Return the variables that a script may read besides those of ``carried``, for launchers that send a whole environment.
 
     Variables that ``carried`` selects, or that belong to a login or to one process, are left out.
     """

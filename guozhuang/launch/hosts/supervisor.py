@@ -50,7 +50,7 @@ _OF_GUARDS = b"GUOZHUANG_GUARD="  # the environment variable that marks a guard;
 
 @dataclass(frozen=True)
 class SupervisorConfig:
-    """The first message to a supervisor.
+    """The launcher's first message to a supervisor: how to start the agent on the host, and when the launcher counts as gone.
 
     Attributes:
         folder: the working directory of the agent.
@@ -247,7 +247,7 @@ class Supervisor:
             self._frame(kind, data)
 
     def say(self, message: Any) -> None:
-        """Send the launcher a message."""
+        """Send the launcher a message, which may wait in a buffer until the pipe can take it."""
         self._frame(b"J", encode(message))
 
     def _frame(self, kind: bytes, payload: bytes) -> None:
@@ -361,7 +361,7 @@ def _prepare(config: SupervisorConfig) -> HostLacks | None:
 
 
 def main() -> int:
-    """Run the supervisor: ``python -c ...`` with the token as its only argument."""
+    """Run the supervisor as a program, with the token as its only argument; return the exit code."""
     os.write(1, f"\n{sys.argv[1]}\n".encode())
     config = _read_config()
     missing = _prepare(config)

@@ -22,7 +22,7 @@ from guozhuang.world.requests import hang_timeout, requested_secret
 
 @dataclass(frozen=True)
 class Plan:
-    """The checked options of a run.
+    """The checked options of a run on one node.
 
     Attributes:
         elastic: torchrun's options, as parsed.
@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--use-env",
         "--use_env",
-        dest="by_variables",  # torch reads an attribute `use_env`, and would pass --local-rank if it is false
+        dest="by_variables",  # not `use_env`: torch reads an attribute of that name, and would pass --local-rank if it is false
         action="store_true",
         help="Tell the script its rank by variables only. That is the default; accepted from torch.distributed.launch.",
     )

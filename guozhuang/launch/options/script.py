@@ -39,7 +39,7 @@ def read(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.
 
 
 def _script_at(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
-    """Return the index of the script: the first word that is no option or its value; the end if an option is unknown."""
+    """Return the index of the script: the first word that is no option and no value of one; the end if an option is unknown."""
     at = 0
     while at < len(arguments):
         word = arguments[at]
@@ -78,7 +78,8 @@ def check(found: argparse.Namespace, environ: Mapping[str, str]) -> None:
     script = found.training_script
     if found.module and found.no_python:
         raise UsageError(explain("-m and --no-python exclude each other", fix="leave one out"))
-    is_ours = "PYTHON_EXEC" not in environ  # another interpreter may have another grammar and other modules
+    # Only for the interpreter of this process: that of PYTHON_EXEC may have another grammar and other modules.
+    is_ours = "PYTHON_EXEC" not in environ
     if found.no_python and not found.run_path:
         if shutil.which(script) is None:
             fix = "check the path, and that the file may be executed"
@@ -119,7 +120,7 @@ def _spec(name: str) -> importlib.machinery.ModuleSpec | None:
     found = importlib.machinery.PathFinder.find_spec(top, path)
     if found is None:
         try:
-            found = importlib.util.find_spec(top)  # a built-in module, or one of a custom importer
+            found = importlib.util.find_spec(top)  # finds a built-in module, or one of a custom importer
         except (ImportError, ValueError):
             found = None
     name = top

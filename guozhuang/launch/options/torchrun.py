@@ -72,7 +72,7 @@ def settle_nodes(found: argparse.Namespace) -> tuple[int, int]:
 
 
 def is_torchruns(found: argparse.Namespace, most_nodes: int) -> bool:
-    """Return whether the rendezvous is one of torchrun's own, which needs torch elastic's agents."""
+    """Return whether the options need torchrun's own rendezvous, and so torch elastic's agents in place of ours."""
     from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
     if found.rdzv_backend not in ("static", "c10d"):
@@ -121,7 +121,7 @@ def check(found: argparse.Namespace, environ: Mapping[str, str], num_local_ranks
 
 
 def signals_of(names: str) -> list[signal.Signals]:
-    """Return the signals of ``--signals-to-handle``.
+    """Return the signals that ``--signals-to-handle`` names, separated by commas.
 
     Raises:
         UsageError: a name is no signal, or one that no process can handle.

@@ -40,7 +40,7 @@ _REPORT_S = 3.0  # seconds for other agents to read why this one aborts, and to 
 _LOOK_S = 0.02
 # Seconds between two reads of the messages: per node of the run, and the maximum.
 _LOOK_PER_NODE_S, _LONGEST_LOOK_S = 0.002, 0.2
-_WATCHERS = 2  # number of nodes that read all heartbeats: two, because one of them may itself be lost
+_WATCHERS = 2  # how many nodes, the first ones, read all heartbeats: two, because one of them may itself be lost
 _STILL_S = 3.0  # seconds; if this agent itself stood still at least so long, its error about a loss says so
 
 
@@ -82,7 +82,7 @@ class OtherAgents:
         limits = replace(Limits.of(_BEAT_S), silent_s=silence_s, lost_s=silence_s)
         self._clock = AwakeClock(2 * _BEAT_S)
         self._judge = Judge(num_nodes, limits, None, self._clock())
-        self._reported: set[int] = set()  # the nodes that this one has reported as lost
+        self._reported: set[int] = set()  # the nodes that this agent has reported as lost
         self._beating = threading.Lock()
         self._left: str | None = None  # part of each heartbeat; "" once this node needs the store no more, None before
         self._look_s = min(_LONGEST_LOOK_S, _LOOK_PER_NODE_S * num_nodes)
@@ -96,7 +96,7 @@ class OtherAgents:
         self._stood_still_s = 0.0
         self._reactions_since: float | None = None
         self._done: set[str] = set()
-        self._has_ended = False  # all nodes are done, or this node or another one aborted the run
+        self._has_ended = False  # whether the ranks of all nodes are done, or this node or another one aborted the run
         self._gave_up = False
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -122,7 +122,7 @@ class OtherAgents:
 
     def _run(self) -> None:
         last = time.monotonic()
-        # A lost store ends this thread silently: the next call of the main thread raises the error.
+        # The loss of the store ends this thread silently: the next call of the main thread raises the error.
         with contextlib.suppress(dist.DistNetworkError):
             while not self._end.wait(_BEAT_S):
                 now = time.monotonic()
@@ -169,7 +169,7 @@ class OtherAgents:
             self._send("round", number)
 
     def who_is_gone(self) -> str:
-        """Return the error text for a store that is lost: which agent kept it, and why it is lost."""
+        """Return the error text for a lost store: which agent kept the store, and why it is lost."""
         why = self._store.lost or "is gone"
         reason = "" if why == "is gone" else ": its host is off or cut off from this one, or it was stopped"
         return f"{self._keeper}, which keeps the store, {why}{reason}{self._own_stop()}"
@@ -179,7 +179,7 @@ class OtherAgents:
         return f" (this agent itself had stood still for {stop_s:.0f} s)" if stop_s >= _STILL_S else ""
 
     def look(self) -> None:
-        """Check the messages of the other agents; return if the run continues.
+        """Read the messages of the other agents, at most every ``_look_s`` seconds; return if the run continues.
 
         Raises:
             OtherNodeError: another node aborted the run, or is lost.

@@ -31,7 +31,7 @@ _UNDER_A_LAUNCHER_S = 30.0
 
 
 def open_fixed(plan: Plan, config: LaunchConfig, request: Request) -> FixedRendezvous:
-    """Open this node's side of the rendezvous of a fixed number of nodes. See [Note: stores] in stores.py.
+    """Open this node's side of the rendezvous of a fixed number of nodes. See [Note: stores] in fixed.py.
 
     Args:
         plan: the checked options of the command line.

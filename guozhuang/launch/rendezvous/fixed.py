@@ -39,7 +39,7 @@ _NODE_0 = "the agent of node 0"
 
 @dataclass(frozen=True)
 class NodeShare:
-    """The number of ranks and servers of a node, which the agents exchange in the rendezvous.
+    """A node's share of the run (ranks, servers, role), which the agents exchange in the rendezvous.
 
     Attributes:
         ranks: how many ranks it starts.
@@ -54,7 +54,7 @@ class NodeShare:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The nodes of one attempt, and the address of the store of its ranks.
+    """The result of a rendezvous: the nodes of one attempt, and the address of the store of its ranks.
 
     Attributes:
         number: how many attempts there were before; the same on all nodes.
@@ -125,7 +125,7 @@ def say_if_open(kept: WorldStore, secret: bytes | None) -> None:
 
 
 class FixedRendezvous:
-    """The rendezvous of as many nodes as the command line gives. See [Note: stores].
+    """This node's side of the rendezvous of a fixed number of nodes. See [Note: stores].
 
     Args:
         point: the address of node 0, or the ports to search for agents that srun or mpirun started; with one node, an address
@@ -211,7 +211,7 @@ class FixedRendezvous:
         return Attempt(self.attempt, self._node_rank, shares, *self._kept.local)
 
     def _find_others(self) -> OtherAgents:
-        """Connect to the store of node 0, and start to send heartbeats there."""
+        """Connect to the store of node 0, and start to send heartbeats to the other agents there."""
         if self._kept is None:
             rank = self._node_rank if isinstance(self._point, PortSequence) else None
             self._kept = join(self._point, rank, self._timeout_s, who=f"the store of {_NODE_0}", fix=JOIN_FIX)
@@ -258,7 +258,7 @@ class FixedRendezvous:
 
     @property
     def attempt(self) -> int:
-        """Return how many times ranks were started before; the same on all nodes."""
+        """Return the number of the attempt: how many times ranks were started before; the same on all nodes."""
         return self._first_attempt + self._round - 1
 
     def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
@@ -285,7 +285,7 @@ class FixedRendezvous:
         return self._others.round > self._round
 
     def close(self) -> None:
-        """Close the store after the other nodes have read the last messages."""
+        """Close the store; the agent that keeps it waits until the other nodes have read the last messages."""
         if self._others is not None:
             self._others.close()
         if self._shared is not None:
