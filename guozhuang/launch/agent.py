@@ -25,7 +25,7 @@ from guozhuang.launch.request import Request, RunReport, with_folders
 
 _log = logging.getLogger("guozhuang")
 _SECRET_BYTES = 32
-_ERROR_LEVEL = 2  # torch's C++ log numbers its level "error" so
+_ERROR_LEVEL = 2  # number of the level "error" in torch's C++ log
 _READ_S = 5.0  # seconds; how long after a signal the last message may wait for the reader of standard error
 
 

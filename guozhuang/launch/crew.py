@@ -22,7 +22,7 @@ from guozhuang.watch.processes import pidfd_open, start_of, status
 
 ENTRY = str(Path(__file__).with_name("rank.py"))
 _log = logging.getLogger("guozhuang")
-# Seconds between the start of the ranks and that of the warm parent: its imports would slow down theirs; short runs need none.
+# Seconds that ranks run before the warm parent starts, whose imports would slow them down; short runs need no warm parent.
 WARM_AFTER_S = 5.0
 _POLL_S = 0.05  # seconds between two checks whether a rank has ended, where the kernel has no pidfd
 

@@ -95,7 +95,7 @@ class Failure:
 
     @property
     def _distance(self) -> int:
-        """Rank this failure as a cause: 0: it may be the cause; 1: its rank reports a lost peer; 2: the launcher ended it."""
+        """Return how far this failure is from the cause: 0: may be it; 1: the rank lost a peer; 2: the launcher ended it."""
         if self.code == -signal.SIGTERM:
             return 2
         is_crash = self.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)

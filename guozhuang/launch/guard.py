@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-# When this file is run as a program, load ``watch.processes`` alone: the import below would load its packages too.
+# When this file is run as a program, load ``watch.processes`` alone; the import below would load all packages that contain it.
 if not __package__:
     import types
 

@@ -59,7 +59,7 @@ class LocalRun(NodeRun):
         )
 
     def run(self) -> RunReport:
-        """Meet the other nodes, start the ranks, and wait for their end; return how the run ended.
+        """Carry out the rendezvous, start the ranks of this node, and wait for their end; return how the run ended.
 
         Raises:
             UsageError: a port is taken, or a folder cannot be created; nothing was started.
@@ -257,7 +257,7 @@ class LocalRun(NodeRun):
         rank = first(failures)
         failure = failures[rank]
         elsewhere = rendezvous.give_up(headline(failure, host), exit_code(failure.code), failure.is_reaction)
-        # Close the output only after the report to the other nodes, since that may wait without limit for its reader.
+        # Closing the output may wait for its reader without limit, so it follows the report to the other nodes.
         self._output.close()
         failures = self._failures(self._job.failed)
         assert self._attempt is not None

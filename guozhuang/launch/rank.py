@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Replace this process by the command. Return only if that fails, with the exit code that a shell would give."""
+    """Replace this process by the rank's command. Return only if that fails, with the exit code that a shell would give."""
     command = list(arguments[2:])
     if not begin(int(arguments[0]), arguments[1]):
         return 128 + signal.SIGKILL

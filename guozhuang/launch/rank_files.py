@@ -51,7 +51,7 @@ class RankFiles(LogsSpecs):
         return self._folder
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Open the files of all ranks; torch elastic calls it before each attempt. Variables are added to ``envs``.
+        """Open the files of all ranks, and add variables to ``envs``; torch elastic calls this before each attempt.
 
         Raises:
             UsageError: a folder for copies cannot be created.

@@ -164,11 +164,11 @@ class WarmParent:
         """Have the warm parent fork a rank, or a launcher.
 
         Args:
-            words: its command.
-            environ: its complete environment.
+            words: the command of the rank or launcher.
+            environ: the complete environment of the new process.
             log_folder: as the argument of ``rank.begin``.
-            files: descriptors of its standard input, output and error.
-            is_launcher: whether it gets a warm parent of its own.
+            files: descriptors for its standard input, output and error.
+            is_launcher: whether the process is a launcher, which gets a warm parent of its own.
 
         Raises:
             NotWarmError: the rank must be started by ``exec``; no process of it is left.

@@ -61,7 +61,7 @@ class Display:
             live.show_what_waits()
 
     def close(self, link: Link) -> None:
-        """Show the unfinished lines of a host whose link has closed."""
+        """Show the unfinished lines of a host whose connection has closed."""
         for stream in self._targets:
             self._of(link, stream).finish()
 

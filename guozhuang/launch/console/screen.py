@@ -27,7 +27,7 @@ _ERASE_BELOW = b"\r\x1b[J"
 _END_FULL_SCREEN, _SHOW_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
 _MAX_ROWS = 200  # how many of the last rows of the screen are remembered
 _MAX_REPEATED = 4096  # how many bytes of a row are kept for drawing it again
-_MAX_WAITING_BYTES = 4 << 20  # maximum of lines that are held back while a rank's program uses the full screen
+_MAX_WAITING_BYTES = 4 << 20  # lines of other streams that are held back while one stream uses the full screen
 _MAX_COLOURS = 8  # maximum number of colour sequences that are repeated in the next row
 _PIECE = re.compile(rb"[\r\n]|[^\x1b\r\n]+|" + ESCAPE + rb"|\x1b")
 _PIECE_OF_FILE = re.compile(rb"[\r\n]|[^\r\n]+")
@@ -340,7 +340,7 @@ class Screen:
             top: index of the first row that is drawn.
             up: how many rows of the terminal the place for it is above the cursor.
             at: index of the row that the cursor is moved to.
-            column: its column there, unless it is in the first one.
+            column: the cursor's column in that row, unless it is in the first one.
         """
         self._out.append(RESET * bool(self._colours) + (b"\x1b[%dA" % up if up else b"") + _ERASE_BELOW)
         self._out.append(b"\n".join(_closed(row.data) for row in self._rows[top:]))

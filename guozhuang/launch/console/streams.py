@@ -45,7 +45,7 @@ class Trace:
     Attributes:
         pid: id of its process; 0 until it is known.
         ended: when the process ended, by the monotonic clock in seconds; None while it runs, or if there is no pidfd.
-        lines: its last lines without escape sequences, each with the time at which it was read.
+        lines: the rank's last lines without escape sequences, each with the time at which it was read.
     """
 
     pid: int = 0

@@ -68,7 +68,7 @@ class OpenDoors:
 
 @dataclass(frozen=True)
 class DoorsOpened:
-    """The first node's answer to ``OpenDoors``: address and port of each open door; the reason for each address without one."""
+    """The first node's answer to ``OpenDoors``: address and port of each ``Door``; the reason for each address without one."""
 
     doors: Sequence[tuple[str, int]]
     refused: Mapping[str, str]
@@ -76,21 +76,21 @@ class DoorsOpened:
 
 @dataclass(frozen=True)
 class TryDoors:
-    """A request to the other nodes: try to connect to these doors of the first node, given by address and port."""
+    """A request to the other nodes: try to connect to each ``Door`` of the first node, given by address and port."""
 
     doors: Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True)
 class DoorsTried:
-    """A node's answer to ``TryDoors``: for each door the reason why the node did not reach it; "" if it did."""
+    """A node's answer to ``TryDoors``: for each ``Door`` the reason why the node did not reach it; "" if it did."""
 
     reasons: Sequence[str]
 
 
 @dataclass(frozen=True)
 class UseDoor:
-    """The request to all nodes that ends the rendezvous: reach the store of the run through the door at this address."""
+    """The request to all nodes that ends the rendezvous: reach the store of the run through the ``Door`` at this address."""
 
     host: str
     port: int

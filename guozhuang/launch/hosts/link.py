@@ -169,7 +169,7 @@ class Link:
         return stdin.fileno() if self._unsent and stdin is not None and not stdin.closed else None
 
     def say(self, request: Any) -> None:
-        """Send a request (a dataclass) to the supervisor, which passes requests to the agent on."""
+        """Send a request (a dataclass) to the supervisor, which forwards requests that are for the agent."""
         with self._lock:
             self._unsent += encode(request)
         self.send_more()

@@ -36,11 +36,11 @@ def choose(
     refused: Mapping[str, str],
     tried: Sequence[DoorsTried],
 ) -> tuple[str, int] | str:
-    """Return the first door that all other hosts could reach; if there is none, a text on which hosts could not, and why.
+    """Return the first ``Door`` that all other hosts could reach; else a text that names the hosts that could not, and why.
 
     Args:
         names: the names of all hosts.
-        doors: address and port of the doors that the first host opened.
+        doors: address and port of each ``Door`` that the first host opened.
         refused: addresses at which the first host could not open a door, with the reasons.
         tried: the answer of each other host.
     """

@@ -74,7 +74,7 @@ class Node:
         self._store: dist.Store | None = None
         self._store_port = 0
         self._doors: dict[tuple[str, int], Door] = {}
-        self._door: tuple[str, int] = ("", 0)  # address and port of the door that all hosts reached
+        self._door: tuple[str, int] = ("", 0)  # address and port of the ``Door`` that all hosts reached
 
     def run(self) -> int:
         """Take part in the rendezvous of the hosts, then run this host's agent or servers; return the exit code."""
@@ -104,7 +104,7 @@ class Node:
         return 1
 
     def _is_store_there(self) -> bool:
-        """Return whether the first host's door to the store still answers; the agent there closes it when the run is over."""
+        """Return whether the first host's ``Door`` to the store still answers; its agent closes it when the run is over."""
         try:
             with knock(*self._door, self._secret, _KNOCK_S):
                 return True
@@ -147,7 +147,7 @@ class Node:
         return frames.DoorsOpened(list(self._doors), refused)
 
     def _go(self, host: str, port: int, stack: contextlib.ExitStack) -> int:
-        """On the first host close all other doors, elsewhere open a passage to this one; return the store's loopback port."""
+        """Use this ``Door``: the first host closes its others, the rest forward a loopback port to it; return the port to use."""
         self._door = host, port
         if self._config.node_rank == 0:
             for found in [each for each in self._doors if each != (host, port)]:
@@ -166,7 +166,7 @@ class Node:
 
 
 def _knock(doors: Sequence[tuple[str, int]], secret: bytes) -> frames.DoorsTried:
-    """Connect to all doors at the same time; return for each door the reason why that failed, or ""."""
+    """Connect to each ``Door`` at the same time; return for each the reason why that failed, "" if it did not."""
     reasons = ["nobody answered"] * len(doors)
 
     def try_one(number: int, host: str, port: int) -> None:

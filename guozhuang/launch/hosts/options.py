@@ -143,7 +143,7 @@ def is_asked_for(options: argparse.Namespace) -> bool:
     """Return whether the command line asks for a run over several hosts, by ``-H`` or ``--hostfile``.
 
     Raises:
-        UsageError: it names no hosts, but has options that need hosts.
+        UsageError: the command line names no hosts, but has options that need hosts.
     """
     if options.hosts or options.hostfile is not None:
         return True

@@ -1,4 +1,4 @@
-"""Read the hosts of ``-H host1:2,host2:2``, and place ranks and parameter servers on them. Pure but for hostfiles."""
+"""Read the hosts of ``-H host1:2,host2:2`` or of a hostfile, and place ranks and parameter servers on them."""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ class HostsRun:
         deadline = time.monotonic() + grace_s + _LAST_WORDS_S
         while time.monotonic() < deadline and not all(link.is_closed for link in there):
             if len(self._signals) > num_signals:
-                num_signals = len(self._signals) + 1000  # handle only one further signal
+                num_signals = len(self._signals) + 1000  # after this signal, which kills the agents, ignore others
                 deadline = time.monotonic() + _LAST_WORDS_S
                 for link in there:
                     if not link.is_closed:

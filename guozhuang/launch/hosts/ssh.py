@@ -1,4 +1,4 @@
-"""How a host is reached: the ssh command, whether the host is this machine, and which environment variables are sent to it."""
+"""Reach a host: build its ssh command, test whether it is this machine, select the environment variables to send to it."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class EndAgent:
 
 @dataclass(frozen=True)
 class PauseHost:
-    """A request to tolerate that the launcher sends no heartbeats (Ctrl-Z stops it); False: not to tolerate it any longer."""
+    """A request to tolerate a launcher without heartbeats, as Ctrl-Z stopped it; ``is_paused`` False: no longer."""
 
     is_paused: bool
 
@@ -109,7 +109,7 @@ class AgentEnded:
 
 @dataclass(frozen=True)
 class HostLacks:
-    """The supervisor's message that the host lacks something that the agent needs: a sentence without its subject, the host."""
+    """The supervisor's message that the host lacks something; ``what`` is a sentence without its subject, the host."""
 
     what: str
 

@@ -73,7 +73,7 @@ def check(found: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Check that the script exists, and compile it without running it.
 
     Raises:
-        UsageError: it does not exist, or has a syntax error; the text names the file and the line.
+        UsageError: the script does not exist, or has a syntax error; the text names the file and the line.
     """
     script = found.training_script
     if found.module and found.no_python:

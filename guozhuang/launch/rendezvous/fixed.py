@@ -184,7 +184,7 @@ class FixedRendezvous:
         return kept
 
     def meet(self, share: NodeShare) -> Attempt:
-        """Meet the agents of all nodes for the next attempt.
+        """Carry out the rendezvous with the agents of all nodes for the next attempt.
 
         Args:
             share: the number of ranks and servers of this node.
