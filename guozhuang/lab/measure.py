@@ -79,7 +79,7 @@ class LastGradient:
         self._search()
 
     def take(self) -> Any:
-        """Return the mark of the backward pass that has just ended; None, and a new search, if it left no mark."""
+        """Return the mark of the backward pass that has just ended; without a mark begin a new search, and return None."""
         mark, self.mark = self.mark, None
         if mark is None:
             self._search()
@@ -139,7 +139,7 @@ def tcp_sent_bytes() -> int | None:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Reset the counters of peak memory; return False if the kernel does not allow to reset the counter of main memory."""
+    """Reset the counters of peak memory; return False if the kernel does not allow that for the counter of main memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:

@@ -45,7 +45,7 @@ def draw(results: Results) -> Mapping[str, tuple[bytes, str]]:
 
 
 def colors(results: Results) -> dict[str, str]:
-    """Return row name -> colour, the same in all plots; rows share a colour only if there are more rows than colours."""
+    """Return a mapping row name -> colour for all plots; rows share a colour only if there are more rows than colours."""
     names = [row.name for row in results.rows]
     spare = [*_MORE_COLORS, *(color for name, color in _COLORS.items() if name not in names)]
     others = [name for name in names if name not in _COLORS]

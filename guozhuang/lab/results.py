@@ -26,7 +26,7 @@ class Phases:
         forward_s: the model's forward and the loss.
         backward_s: ``loss.backward()`` until the last gradient of this rank exists.
         exchange_s: from that gradient until ``backward()`` returns: communication that backward does not hide. None with one
-            process.
+            process or divided weights.
         optimizer_s: ``optimizer.step()`` and ``zero_grad()``.
     """
 
@@ -318,7 +318,7 @@ class Results:
         return next((r for r in self.rows if r.name == name and r.ok), None)
 
     def backends(self) -> dict[str, list[str]]:
-        """Return backend -> the names of the rows whose collectives used that backend."""
+        """Return a mapping backend -> the names of the rows whose collectives used that backend."""
         found: dict[str, list[str]] = {}
         for row in self.rows:
             if row.ok and row.backend:

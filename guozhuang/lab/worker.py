@@ -197,7 +197,7 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         trainer.timeline.write(Path(spec.folder) / f"timeline-{here.rank}.json")
         return None
     if isinstance(trainer.model, DistributedDataParallel):
-        trainer.model.agree()  # strategies that exchange weights now and then have different weights on each rank in between
+        trainer.model.agree()  # make weights equal: between two exchanges of weights each rank has different ones
     metrics = _keep_first(trainer) if spec.purpose == "first" else {}
     trainable = [p for p in trainer.bare.parameters() if p.requires_grad]
     return RankRecord(

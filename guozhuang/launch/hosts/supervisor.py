@@ -1,11 +1,11 @@
 """The supervisor of one host: it starts the agent there, and kills every process of the run when the launcher is gone.
 
-It runs as ``python -c`` on the host, and its source comes through ssh's stdin. So a host with an interpreter can report what
-else it lacks, such as this package. Therefore it imports the standard library only, and one file that is sent with it
-(``preload``).
+The supervisor runs as ``python -c`` on the host, and its source is sent through ssh's stdin. So a host with an interpreter can
+report what else it lacks, such as this package. Therefore it imports the standard library only, and one file that is sent with
+it (``preload``).
 
 [Note: the wire] A message is a dataclass that both ends share, written as a line (``encode``). The launcher writes lines to
-the supervisor's stdin: a ``SupervisorConfig``, then requests; the supervisor passes those that are not its own on to the
+the supervisor's stdin: a ``SupervisorConfig``, then requests; the supervisor forwards those that are not its own to the
 program that it started; an empty line is a heartbeat of the launcher. The supervisor writes to its stdout a line with a token,
 which separates earlier output of a login shell, then frames: a byte for the kind, four for the length (big-endian), and the
 payload. "O" and "E" are output of the agent and its ranks on stdout and stderr, "J" is a message. The last message is
