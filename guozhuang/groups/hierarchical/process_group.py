@@ -252,7 +252,10 @@ def listed(tensors: Sequence[Tensor] | Tensor) -> list[Tensor]:
 
 
 def words(collective: str, tensors: Sequence[Tensor], op: Any = None, root: int | None = None) -> str:
-    """Describe a call in words, for errors and for the comparison among ranks: ``all_reduce of 1024 float32, sum``.
+    """Describe a call in words, for errors and for the comparison among ranks.
+
+    ``all_reduce of 1024 float32, sum``; of several tensors: ``all_reduce of 2 tensors, float32, sum: 1024 + 10``. Sizes come
+    last, because a long text is cut at its end.
 
     Args:
         collective: its name.
@@ -261,13 +264,19 @@ def words(collective: str, tensors: Sequence[Tensor], op: Any = None, root: int 
         root: the rank that sends or receives.
     """
     text, kinds = collective, [_kind_of(tensor) for tensor in tensors]
-    if len(set(kinds)) == 1:
-        text += f" of {' + '.join(str(tensor.numel()) for tensor in tensors)} {kinds[0]}"
+    if len(kinds) == 1:
+        text += f" of {tensors[0].numel()} {kinds[0]}"
     elif kinds:
-        text += f" of {' + '.join(f'{t.numel()} {kind}' for t, kind in zip(tensors, kinds, strict=True))}"
+        text += f" of {len(kinds)} tensors, {' and '.join(sorted(set(kinds)))}"
     if op is not None:
         text += f", {getattr(op, 'op', op).name.lower()}"
-    return text if root is None else f"{text}, root {root}"
+    if root is not None:
+        text += f", root {root}"
+    if len(kinds) < 2:
+        return text
+    is_mixed = len(set(kinds)) > 1
+    sizes = [f"{t.numel()} {kind}" if is_mixed else str(t.numel()) for t, kind in zip(tensors, kinds, strict=True)]
+    return f"{text}: {' + '.join(sizes)}"
 
 
 def _kind_of(tensor: Tensor) -> str:

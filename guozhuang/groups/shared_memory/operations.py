@@ -294,15 +294,17 @@ class Operations:
 
 
 def describe(name: str, counts: Sequence[int], dtype: torch.dtype, how: Combining | None = None) -> bytes:
-    """Describe a collective in words, equal on all ranks: ``all_reduce of 1024 float32, sum``."""
-    if not counts:
-        text = f"{name} of {_name(dtype)}"
-    elif len(set(counts)) == 1:
-        text = f"{name} of {f'{len(counts)} x ' if len(counts) > 1 else ''}{counts[0]} {_name(dtype)}"
-    else:
-        text = f"{name} of {list(counts)} {_name(dtype)}"
+    """Describe a collective in words, equal on all ranks: ``all_reduce of 1024 float32, sum``.
+
+    Counts that differ come last, because a long text is cut at its end: ``all_gather of float32: [3, 5]``.
+    """
+    is_even = len(set(counts)) == 1
+    size = f"{f'{len(counts)} x ' if len(counts) > 1 else ''}{counts[0]} " if is_even else ""
+    text = f"{name} of {size}{_name(dtype)}"
     if how is not None:
         text += f", {how.name}"
+    if counts and not is_even:
+        text += f": {list(counts)}"
     return cut(text.encode())
 
 
