@@ -58,7 +58,8 @@ def agree(
 
     digests = gather("digest", digest)
     if turn > 2:
-        roll_call.forget(store, f"guozhuang/agree/{turn - 2}/digest", rank)
+        for kind in ("digest", "text"):
+            roll_call.forget(store, f"guozhuang/agree/{turn - 2}/{kind}", rank)
     if len(set(digests)) > 1:
         texts = [text.split("\n") for text in gather("text", "\n".join([what, *lines]))]
         raise MismatchError(_difference(what, texts, rank, fix))

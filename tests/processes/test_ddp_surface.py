@@ -24,6 +24,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from guozhuang import DistributedDataParallel
 from guozhuang.distributed.arguments import choose_devices
+from guozhuang.errors import MismatchError
 from guozhuang.gradients.forwards import tensors_with_graph
 from guozhuang.groups.agreement import agree, store_of
 from guozhuang.weights.equal_start import describe, sparse_names
@@ -406,11 +407,14 @@ def case_hooks_removed_and_backward_checked(rank, world_size):
 
 def case_agreements_leave_no_keys_behind(rank, world_size):
     group = dist.new_group()
-    for _ in range(5):
+    with pytest.raises(MismatchError):
+        agree(group, "something", [str(rank)], 5.0, "do nothing")
+    for _ in range(4):
         agree(group, "something", ["equal"], 5.0, "do nothing")
     dist.barrier()
-    kept = [turn for turn in range(1, 6) if store_of(group).check([f"guozhuang/agree/{turn}/digest/{rank}"])]
-    assert kept == [4, 5]
+    keys = [f"{turn}/{kind}/{who}" for turn in range(1, 6) for kind in ("digest", "text") for who in (rank, "all")]
+    kept = [key for key in keys if store_of(group).check([f"guozhuang/agree/{key}"])]
+    assert kept == [f"{turn}/digest/{who}" for turn in (4, 5) for who in (rank, "all")]
     dist.barrier()
 
 
