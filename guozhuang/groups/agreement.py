@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store
@@ -78,6 +79,10 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return store
 
 
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
 class StoreNotices:
     """Notices (short texts) that ranks write to a store for each other when a step has failed.
 
@@ -88,23 +93,26 @@ class StoreNotices:
         store: a store used for this purpose only.
         rank: this process.
         size: number of ranks.
+        call: calls a method of the store with its arguments; ``Client.call``, where each answer needs a limit of its own.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: Store, rank: int, size: int, call: Callable[..., Any] = _call) -> None:
+        self._store, self._rank, self._size, self._call = store, rank, size, call
 
     def leave(self, step: int, text: str) -> None:
         """Write this rank's notice about a step; do nothing if the store is gone."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{step}/{self._rank}", text)
-            self._store.add(f"{step}/count", 1)  # last, so that a rank that reads the new count also finds the notice
+            self._call(self._store.set, f"{step}/{self._rank}", text)
+            self._call(
+                self._store.add, f"{step}/count", 1
+            )  # last, so that a rank that reads the new count also finds the notice
 
     def read(
         self, step: int, patience_s: float, is_enough: Callable[[dict[int, str]], bool] = lambda found: False
     ) -> dict[int, str]:
         """Return the notices about a step, by rank, of all ranks that wrote one.
 
-        Return no notices if the store is gone with the process that hosted it.
+        Return those that were read so far if the store is gone with the process that hosted it, or answers too late.
 
         Args:
             step: only notices about this step are read; notices are never withdrawn.
@@ -116,11 +124,12 @@ class StoreNotices:
         found: dict[int, str] = {}
         while True:
             try:
-                if self._store.add(f"{step}/count", 0) > len(found):
-                    new = (rank for rank, key in keys.items() if rank not in found and self._store.check([key]))
-                    found |= {rank: self._store.get(keys[rank]).decode() for rank in new}
+                if self._call(self._store.add, f"{step}/count", 0) > len(found):
+                    for rank in [rank for rank in keys if rank not in found]:
+                        if self._call(self._store.check, [keys[rank]]):
+                            found[rank] = self._call(self._store.get, keys[rank]).decode()
             except RuntimeError:  # the store is gone: DistNetworkError or DistStoreError
-                return {}
+                return found
             if len(found) == self._size or time.monotonic() >= deadline or is_enough(found):
                 return found
             time.sleep(0.02)

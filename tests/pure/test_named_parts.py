@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from guozhuang.gradients.named import Handle, Kind, NegotiationError, Reduction, Settings, Submission, execution
+from guozhuang.gradients.named import Handle, Kind, NegotiationError, Reduction, Settings, Submission, execution, stalls
 from guozhuang.gradients.named.channel import AGE_S, BYTES, NamedChannel, Pace
 from guozhuang.gradients.named.execution import Executor, Scratch, batches
 from guozhuang.gradients.named.reductions import combine, scale
@@ -314,31 +315,33 @@ def test_a_tensor_on_an_accelerator_on_one_rank_only() -> None:
 # Stalls, and words, also where the store is gone.
 
 
-class SilentStore:
-    """A store whose keeper is gone."""
+class SilentStore(dist.Store):
+    """A store whose keeper is gone, or takes long for each answer."""
 
     def __init__(self) -> None:
-        self.is_gone = False
+        super().__init__()
+        self.is_gone, self.answer_s = False, 0.0
         self.held: dict[str, bytes] = {}
 
-    def set(self, key: str, value: str) -> None:
-        self._raise()
-        self.held[key] = value.encode()
+    def set(self, key: str, value: Any) -> None:
+        self._answer()
+        self.held[key] = value.encode() if isinstance(value, str) else value
 
     def get(self, key: str) -> bytes:
-        self._raise()
+        self._answer()
         return self.held[key]
 
     def check(self, keys: list[str]) -> bool:
-        self._raise()
+        self._answer()
         return all(key in self.held for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        self._raise()
+        self._answer()
         self.held[key] = str(int(self.held.get(key, b"0")) + amount).encode()
         return int(self.held[key])
 
-    def _raise(self) -> None:
+    def _answer(self) -> None:
+        time.sleep(self.answer_s)
         if self.is_gone:
             raise RuntimeError("connection reset")
 
@@ -359,6 +362,18 @@ def test_words_need_no_new_thread_and_no_store_that_answers(monkeypatch: pytest.
     assert stores[0].reports() == {} and stores[0].ends(0.0) == ({}, {})
     with pytest.raises(RuntimeError):
         stores[0].pending()
+    for words in stores:
+        words.close()
+
+
+def test_the_reports_of_many_ranks_are_read_from_a_slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "_STORE_S", 0.3)  # the limit of one answer
+    size, store = 40, SilentStore()
+    stores = [EngineStore(store, rank, size) for rank in range(size)]
+    for rank in range(1, size):
+        stores[rank].report(f"rank {rank} has shut down")
+    store.answer_s = 0.01
+    assert stores[0].reports() == {rank: f"rank {rank} has shut down" for rank in range(1, size)}
     for words in stores:
         words.close()
 

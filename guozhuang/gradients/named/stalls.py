@@ -54,7 +54,10 @@ class EngineStore:
         self._node = node_identity(SHARE_MEMORY)
         self._processes: dict[int, Process] = {}  # by rank, as far as they have been read
         self._client = Client(_STORE_S, retries=True, starts=True)
-        self._notices = StoreNotices(store, rank, size)  # all under step 0: why ranks left or failed
+        reports = dist.PrefixStore("report", store)
+        self._notices = StoreNotices(
+            reports, rank, size, self._client.call
+        )  # all under step 0: why ranks left or failed
         store.set(f"card/{rank}", str(this_process(self._node)))
 
     def close(self) -> None:
@@ -73,15 +76,14 @@ class EngineStore:
 
     def report(self, cause: str) -> None:
         """Write to the store why this rank leaves or has failed; ignore a store that does not answer."""
-        with contextlib.suppress(RuntimeError):
-            self._client.call(lambda: self._notices.leave(0, cause))
+        self._notices.leave(0, cause)
 
     def reports(self) -> dict[int, str]:
-        """Return by rank why other ranks left or failed, as they wrote it; empty if the store does not answer."""
-        with contextlib.suppress(RuntimeError):
-            found = self._client.call(lambda: self._notices.read(0, 0.0))
-            return {rank: text for rank, text in found.items() if rank != self._rank}
-        return {}
+        """Return by rank why other ranks left or failed, as they wrote it; empty if the store does not answer.
+
+        Each answer of the store has a limit of its own: hundreds of ranks may read at once what hundreds have written.
+        """
+        return {rank: text for rank, text in self._notices.read(0, 0.0).items() if rank != self._rank}
 
     def ends(self, patience_s: float) -> tuple[dict[int, int], dict[int, str]]:
         """Return pids of this node's ranks that have ended, and the ranks' reports; wait ``patience_s`` at most for either.

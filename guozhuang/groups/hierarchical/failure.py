@@ -161,9 +161,9 @@ class GroupFailure:
     ) -> None:
         self._store, self._nodes, self._processes = store, nodes, processes
         self._comparison, self._give_up = comparison, give_up
-        self._notices = StoreNotices(store, nodes.rank, nodes.size)
         self._mates = [rank for rank in nodes.here if rank != nodes.rank]
         self._client = Client(_STORE_S, retries=True)
+        self._notices = StoreNotices(dist.PrefixStore("notice", store), nodes.rank, nodes.size, self._client.call)
         self._error: BaseException | None = None
         self._passed_on: _FailureNotice | None = None  # another rank's notice, if that made this rank fail
         self._next_look = 0.0
@@ -285,14 +285,10 @@ class GroupFailure:
     def _leave(self, notice: _FailureNotice) -> _FailureNotice:
         """Write a notice to the store, with this rank's last calls and the next ``order``; return the completed notice."""
 
-        def leave() -> _FailureNotice:
-            calls = {str(number): text for number, text in self._comparison.calls}
-            left = notice._replace(order=self._store.add("order", 1), calls=calls)
-            self._notices.leave(0, json.dumps(left))
-            return left
-
         with contextlib.suppress(Exception):  # no notice if the store fails or is slow, as on a dead host
-            return self._client.call(leave)
+            order = self._client.call(self._store.add, "order", 1)
+            notice = notice._replace(order=order, calls={str(n): text for n, text in self._comparison.calls})
+            self._notices.leave(0, json.dumps(notice))
         return notice
 
     def _read(self, patience_s: float) -> dict[int, _FailureNotice]:
@@ -303,7 +299,7 @@ class GroupFailure:
             return _Kind.DIFFERENT not in kinds and bool(kinds & {_Kind.LOST, _Kind.OWN})
 
         with contextlib.suppress(Exception):
-            found = self._client.call(self._notices.read, 0, patience_s, is_enough)
+            found = self._notices.read(0, patience_s, is_enough)
             return {rank: _FailureNotice(*json.loads(text)) for rank, text in found.items()}
         return {}
 
