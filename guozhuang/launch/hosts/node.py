@@ -147,7 +147,7 @@ class Node:
         return frames.DoorsOpened(list(self._doors), refused)
 
     def _go(self, host: str, port: int, stack: contextlib.ExitStack) -> int:
-        """Use this ``Door``: the first host closes the others, other hosts forward a loopback port to it; return that port."""
+        """Use this ``Door``: the first host closes the others, other hosts forward a loopback port; return the store's port."""
         self._door = host, port
         if self._config.node_rank == 0:
             for found in [each for each in self._doors if each != (host, port)]:
