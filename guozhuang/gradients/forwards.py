@@ -5,7 +5,7 @@ tensor that the forward returned. Some do not: an auxiliary loss that the model 
 the graph by ``autograd.grad(create_graph=True)``. Others only look like them: a call of the bare module, a forward inside
 ``no_sync``. To tell these apart the graph itself is searched. Autograd numbers its nodes as it makes them, so the numbers at
 the beginning and at the end of a synchronized forward say which nodes are that forward's. A backward that has not passed an
-output is examined at its first gradient: its roots stand in the stack frame that runs autograd's engine, and the graph below
+output is examined at its first gradient: its roots are in the stack frame that runs autograd's engine, and the graph below
 them is searched for a node with such a number. Numbers fall along the edges of a graph, so the search ends where they become
 too small.
 """

@@ -134,7 +134,7 @@ class Reducer:
         self._in_turn = not exchange.one_round and any(bucket.flat.device.type == "cpu" for bucket in dense)
 
     def exchange_state(self) -> dict[str, Any]:
-        """Return the state of the exchange, for a checkpoint. Every rank must call."""
+        """Return the state of the exchange method, for a checkpoint. Every rank must call it."""
         return self.exchange.state_dict(self._state)
 
     def named_layout(self) -> list[list[str]] | None:
@@ -142,7 +142,7 @@ class Reducer:
         return self._selection.named_layout()
 
     def load_exchange_state(self, saved: Mapping[str, Any], step: int, layout: list[list[str]] | None = None) -> None:
-        """Restore what ``exchange_state`` and ``named_layout`` returned at step ``step``. Every rank must call."""
+        """Restore the results of ``exchange_state`` and ``named_layout`` at step ``step``. Every rank must call it."""
         if layout is not None and self._selection.restore(layout):
             self.use(self.exchange)
         self.exchange.load_state_dict(self._state, saved)

@@ -104,11 +104,11 @@ class StepReducer:
         return self._placement.buckets
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, and the method's state of this rank. Every rank must call."""
+        """Return the number of steps, and the exchange method's state of this rank. Every rank must call it."""
         return {"step": self.step, "exchange": self.exchange.state_dict(self.state)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from the state that :meth:`state_dict` returned on this rank. Every rank must call.
+        """Continue from the state that :meth:`state_dict` returned on this rank. Every rank must call it.
 
         Raises:
             UsageError: it was saved with another method, or for other parameters.

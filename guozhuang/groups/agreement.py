@@ -34,7 +34,7 @@ def agree(
         what: the name of the compared values, for the error: "the parameters of the model".
         lines: this rank's description, one item per line.
         timeout_s: seconds to wait for the other ranks.
-        fix: advice for the user about a difference.
+        fix: advice for the user whose ranks differ.
         look: called every 0.2 s while ranks are missing; it raises if the missing ranks have ended.
 
     Raises:

@@ -92,7 +92,7 @@ class Crossing:
 
 
 def choose_address(store: dist.Store, rank: int, others: Sequence[int]) -> str:
-    """Return the local address that other nodes can reach; "" if GLOO_SOCKET_IFNAME names the interfaces. Every rank must call.
+    """Return the local address that other nodes can reach; "" if GLOO_SOCKET_IFNAME is set. Every rank must call it.
 
     The address is the source address of the route to the store's host. A rank on that host may know it by a loopback name
     only; it uses the route to the first rank of another node that has an address. If no such rank exists, as when the "nodes"

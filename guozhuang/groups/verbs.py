@@ -27,7 +27,7 @@ class Verb(NamedTuple):
     """A collective of a process group.
 
     Attributes:
-        name: the collective's name in error texts, which is that of the public function.
+        name: the collective's name in error texts, that of the public function.
         options: returns default options (the last argument), for a call that gives none.
     """
 

@@ -50,7 +50,7 @@ class Pace:
         cycle_time_ms: time between the beginnings of two rounds; None: no fixed cycle, see [Note: pace].
 
     Attributes:
-        cycle_time_ms: the same; may be set between rounds.
+        cycle_time_ms: see the argument; may be changed between rounds.
         is_urgent: whether this rank takes part in every round at once, because it has joined, leaves or has failed.
     """
 

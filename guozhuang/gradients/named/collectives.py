@@ -6,7 +6,7 @@ the current stream.
 
 [Note: whose error] An error that a group raises mostly means that a peer is lost; an error from other code of this package is a
 fault of its own. Both are RuntimeErrors. So a group's errors are wrapped in ``CarrierError`` where they are raised, and the
-engine, when it ends, tells the two apart by that.
+engine, when it ends, distinguishes the two by that.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Executor:
         self.joined_on = 0
 
     def carry_out(self, batch: Sequence[Response], handles: Mapping[str, Handle]) -> None:
-        """Carry out a batch and put the results into the handles. Every rank of the channel must call, with the same batch.
+        """Carry out a batch and put the results into the handles. Every rank of the channel must call it with the same batch.
 
         Args:
             batch: one of the lists that ``batches`` returns.

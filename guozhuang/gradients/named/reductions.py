@@ -73,7 +73,7 @@ def scale(tensor: Tensor, factor: float, divisor: int = 1) -> None:
 
 
 def adaptive_sum(flat: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Replace each tensor by its adaptive sum over the ranks, with the factors of ``exchange.adasum``. Every rank must call.
+    """Replace each tensor by its adaptive sum over the ranks (factors: ``exchange.adasum``). Every rank must call it.
 
     Args:
         flat: the tensors, one after the other, of floating-point numbers; not empty.

@@ -80,7 +80,7 @@ class Rounds:
     def hold(
         self, fresh: Sequence[tuple[str, NamedRequest]], leaves: bool = False, knobs: Knobs | None = None
     ) -> RoundOutcome:
-        """Carry out a round and return its decisions. Every rank of the channel must call.
+        """Carry out a round and return its decisions. Every rank of the channel must call it.
 
         Args:
             fresh: names and requests that were submitted on this rank since the last round.

@@ -120,7 +120,7 @@ class StallWatch:
     """The thread that watches an engine's pending submissions. See [Note: the watch].
 
     Args:
-        store: the engine's messages.
+        store: the messages of the engine's ranks.
         rank: rank of this process.
         settings: the limits.
         stop_s: age of a submission, in seconds, at which everything pending fails.

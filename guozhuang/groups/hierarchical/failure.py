@@ -124,9 +124,9 @@ class _Kind(enum.IntEnum):
     """The kinds of failure notices; where ranks leave notices of several kinds, the lowest kind is the cause."""
 
     DIFFERENT = 0  # ranks made different calls
-    LOST = 1  # a process was seen dead or stopped
-    OWN = 2  # an error in the rank itself
-    HEARD = 3  # this rank failed only because another one did
+    LOST = 1  # the reporting rank saw that a process is dead or stopped
+    OWN = 2  # the reporting rank raised an error of its own
+    HEARD = 3  # the reporting rank failed only because another rank did
 
 
 class _FailureNotice(NamedTuple):
@@ -136,7 +136,7 @@ class _FailureNotice(NamedTuple):
     order: int  # place of this notice among those of all ranks
     number: int  # number of the failed call
     text: str
-    lost: int | None = None  # the rank that is gone, or that failed by itself
+    lost: int | None = None  # the rank that is gone, or that raised an error of its own
     calls: Mapping[str, str] = {}  # the reporting rank's last calls in words, by number
 
 

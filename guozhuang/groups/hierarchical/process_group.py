@@ -258,7 +258,7 @@ def words(collective: str, tensors: Sequence[Tensor], op: Any = None, root: int 
     last, because a long text is cut at its end.
 
     Args:
-        collective: its name.
+        collective: the collective's name.
         tensors: the tensors whose sizes and dtypes must be equal on all ranks.
         op: the ReduceOp of a reduction.
         root: the rank that sends or receives.

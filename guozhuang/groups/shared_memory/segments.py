@@ -132,7 +132,7 @@ class Segment:
 
         Args:
             offset_bytes: the tensor's offset; a multiple of the element size.
-            num_elements: its length; an empty tensor has memory of its own and does not keep the mapping.
+            num_elements: the tensor's length; an empty tensor has memory of its own and does not keep the mapping.
             dtype: its dtype.
             when_gone: called when the storage is freed, on any thread and possibly in the middle of any other code (garbage
                 collection), so it must not wait for a lock. Not called at the interpreter's exit.
@@ -231,7 +231,7 @@ class SharedSegments:
 
         Args:
             what: a description of at most 256 bytes; all ranks raise if it is not the same on all.
-            private: sent to all ranks, at most 128 bytes.
+            private: at most 128 bytes, which are sent to all ranks.
 
         Returns:
             Each rank's ``private``.
