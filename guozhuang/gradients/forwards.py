@@ -36,15 +36,15 @@ def current_number() -> int:
 
 
 class Forwards:
-    """The graphs that synchronized forwards have made, as ranges of the sequence numbers that autograd gives to nodes."""
+    """The graphs whose backwards average gradients over the ranks, as ranges of the numbers that autograd gives to nodes."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self._task, self._is_ours = -1, False  # the backward that was examined last, and whether it is synchronized
+        self._task, self._is_ours = -1, False  # the backward that was examined last, and whether it averages gradients
 
     def add(self, start: int) -> None:
-        """Record that backwards through nodes with numbers from ``start`` up to now are to be synchronized."""
+        """Record that backwards through autograd nodes numbered from ``start`` up to now average gradients over the ranks."""
         end = current_number()
         if end > start:
             at = bisect.bisect(self._starts, start)  # not always at the end: each thread numbers its own nodes
@@ -54,7 +54,7 @@ class Forwards:
             del self._starts[0], self._ends[0]
 
     def made_what_runs(self, name: str, rank: int) -> bool:
-        """Return whether the backward that runs now goes through a synchronized forward.
+        """Return whether the running backward averages gradients: whether it goes through the graph of a recorded forward.
 
         Args:
             name: name of the parameter that has just got a gradient, for the error.

@@ -366,7 +366,7 @@ class Reducer:
         used = [True] * n
         if asking is not None:
             used = selection.used_in_first_pass = asking.result()
-        elif self.options.static_graph:  # agreed in the first pass; further uses are alike on all ranks
+        elif self.options.static_graph:  # agreed on in the first pass; no_sync gradients are alike on all ranks
             used = [a or b for a, b in zip(selection.used_in_first_pass, used_here, strict=True)]
         elif self.options.skip_unused:  # the view of a bucket that was not sent holds no result
             used = [current.works[b] is not None or self.buckets[b].sparse for b in selection.placement.bucket_of]

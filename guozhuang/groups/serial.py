@@ -100,7 +100,7 @@ class PendingWork(CallWork):
         self._callbacks: list[Callable[[], None]] = []
 
     def wait(self, timeout: datetime.timedelta = NO_LIMIT) -> bool:
-        """See ``CallWork.wait``.
+        """Wait until the call has ended; raise its error. The argument is that of ``CallWork.wait``.
 
         Raises:
             PeerLost: a rank is gone or did not join.

@@ -70,7 +70,7 @@ class QueuedWork(SerialWork):
             turns._num_waiting -= 1
 
     def wait(self, timeout: datetime.timedelta = NO_LIMIT) -> bool:
-        """See ``PendingWork.wait``.
+        """Wait until the call has ended, as ``PendingWork.wait`` does.
 
         Raises:
             UsageError: this thread is running the job, or one before it, so that it would wait for itself.

@@ -24,7 +24,7 @@ from guozhuang.world import versions
 
 
 class Verb(NamedTuple):
-    """A collective of a process group.
+    """A kind of collective that a process group has a method for.
 
     Attributes:
         name: the collective's name in error texts, that of the public function.

@@ -63,7 +63,7 @@ class Pace:
         self._pause_s = 0.0
 
     def submitted(self, num_bytes: int, now: float) -> bool:
-        """Record a submission; return whether it may change the result of ``due``."""
+        """Record a submission; return whether it may change when the next round is ``due``."""
         is_idle = self._num_pending == 0
         if self._num_fresh == 0:
             self._oldest = now

@@ -105,7 +105,7 @@ class ChannelGroups:
         self._control = self.cpu = self.device = None  # gloo's connections end with the last reference
 
     def _gathered(self, data: bytes, given: torch.Tensor, taken: torch.Tensor) -> list[bytes]:
-        """Gather all ranks' data through these buffers; each result is as long as ``given``, with any bytes at its end."""
+        """Gather all ranks' data through these buffers; each result is as long as ``given``, padded with any bytes."""
         given.numpy().data[: len(data)] = data
         collectives.all_gather(taken.view(-1), given, self._control)
         return [each.tobytes() for each in taken.numpy()]

@@ -45,7 +45,7 @@ class _Refused(Exception):
 
 
 class Calls(VerbGroup):
-    """A process group over several nodes: checks, turns and errors of each call. Arguments: see ``HierarchicalGroup``."""
+    """A process group over several nodes: checks calls, runs each in its turn, raises its errors. See ``HierarchicalGroup``."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class _Shared:
 
 
 class Arena:
-    """The segments of one rank. Thread-safe.
+    """The segments of shared memory in which one rank allocates tensors. Thread-safe.
 
     Args:
         peers: the ranks that map the segments.

@@ -141,12 +141,12 @@ class Bytes:
         return self._copy(tensor)
 
     def apart(self, tensor: Tensor, others: Sequence[MemoryRange], own: int | None = None) -> Tensor:
-        """Return ``plain(tensor)``, or a copy if it overlaps an output in ``others``, unless it is exactly the ``own``-th."""
+        """Return ``plain(tensor)``, or a copy if it overlaps an output in ``others``; it may be identical to the ``own``-th."""
         plain = self.plain(tensor)
         return self._copy(plain) if is_mixed(piece(plain), others, own) else plain
 
     def target_apart(self, tensor: Tensor, others: Sequence[MemoryRange], own: int) -> Tensor:
-        """Return ``target(tensor)``, or a copy if it overlaps an input in ``others``, unless it is exactly the ``own``-th."""
+        """Return ``target(tensor)``, or a copy if it overlaps an input in ``others``; it may be identical to the ``own``-th."""
         plain = self.target(tensor)
         if not is_mixed(piece(plain), others, own):
             return plain
@@ -186,7 +186,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def is_mixed(one: MemoryRange, others: Sequence[MemoryRange], own: int | None) -> bool:
-    """Return whether a range overlaps any of ``others``; the ``own``-th does not count if it is equal to the range."""
+    """Return whether a range overlaps any of ``others``, not counting the ``own``-th if that is identical to the range."""
     if own is not None and one == others[own]:
         others = [other for rank, other in enumerate(others) if rank != own]
     return any(

@@ -112,8 +112,8 @@ class Endpoint:
             raise
 
     def refuse(self, name: str, why: str, terms: Terms) -> None:
-        """Report to the peers, in place of an operation, that this rank refuses its arguments: unless all ranks report the
-        same text, the group is broken. Raises no error about that: the caller has one already."""
+        """Report to the peers, in place of an operation, that this rank refuses its arguments; the group is broken unless
+        all ranks report the same text. Do not raise for that: the caller raises the reason of the refusal."""
         why = why.removeprefix(f"[rank {self.rank}] ")
         with contextlib.suppress(WorldError, MismatchError):
             self.begin(cut(f"{name}: refused on this rank: {why}".encode()), MEETING, terms)

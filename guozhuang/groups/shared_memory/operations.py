@@ -197,7 +197,7 @@ class Operations:
     def gather(
         self, given: MemoryRange, tensor: Tensor, outputs: Sequence[MemoryRange], root: int, terms: Terms
     ) -> None:
-        """Copy every rank's bytes (equally many on all ranks) to the root; ``outputs`` by rank, empty on other ranks."""
+        """Copy every rank's bytes, equally many on all, to the root. ``outputs``: on the root a range per rank, else empty."""
         what = describe(f"gather to rank {root}", [tensor.numel()], tensor.dtype)
         if any(piece.num_bytes != given.num_bytes for piece in outputs):
             self._complain(what, f"but the root takes {_counts(outputs, tensor)}", terms)
@@ -209,7 +209,7 @@ class Operations:
     def scatter(
         self, output: MemoryRange, tensor: Tensor, inputs: Sequence[MemoryRange], root: int, terms: Terms
     ) -> None:
-        """Copy the root's piece r to rank r (equally many bytes for all); ``inputs`` by rank, empty on other ranks."""
+        """Copy the root's piece r to rank r, equally many bytes each. ``inputs``: on the root a range per rank, else empty."""
         what = describe(f"scatter from rank {root}", [tensor.numel()], tensor.dtype)
         if any(piece.num_bytes != output.num_bytes for piece in inputs):
             self._complain(what, f"but the root gives {_counts(inputs, tensor)}", terms)

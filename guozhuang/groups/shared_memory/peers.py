@@ -30,7 +30,7 @@ from .segments import Segment
 
 # The errors of a socket whose other end is closed. All other errors (memory, descriptors) say nothing about the peer.
 ENDED: Final = frozenset((errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN))
-_NOTE: Final = struct.Struct("<cqq")  # a message: kind; number of the segment, or how many were freed; its bytes
+_NOTE: Final = struct.Struct("<cqq")  # a message: kind; number of the segment, or how many were freed; its size
 _SEGMENT, _FREED = b"S", b"F"
 _FREED_PER_NOTE: Final = 64
 _NUMBERS: Final = struct.Struct(f"<{_FREED_PER_NOTE}q")

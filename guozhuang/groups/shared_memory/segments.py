@@ -251,7 +251,7 @@ class SharedSegments:
         return told
 
     def make(self, num_bytes: int, name: str) -> list[Segment | None]:
-        """Give each rank a segment that all ranks map. Every rank must call it.
+        """Give each rank a segment of shared memory that all ranks map. Every rank must call it.
 
         Args:
             num_bytes: size of this rank's segment, which is zeros at first; 0: no segment.
