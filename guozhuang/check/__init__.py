@@ -14,6 +14,7 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``guozhuang check``; see ``command.main``."""
-    from guozhuang.check import command  # not at the top: ranks run ``check.worker`` by ``python -m``
+    # Not at the top: ``command`` imports ``worker``, which ``python -m guozhuang.check.worker`` would then load twice.
+    from guozhuang.check import command
 
     return command.main(arguments)

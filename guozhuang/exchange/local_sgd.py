@@ -53,7 +53,7 @@ class LocalSGD(WeightExchange[AverageState]):
         return Average().prepare(parameters, group)
 
     def before_step(self, state: AverageState, step: int) -> None:
-        """Note that this step makes the weights differ between ranks."""
+        """Record the step's number, and that the ranks' weights may differ from now on."""
         state.step, state.settled = step, False
 
     @override

@@ -176,7 +176,7 @@ class SparseRows(AroundGradients[SparseRowsState]):
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int | None:
-        """Return None for several ranks, because the bytes depend on how many rows were used."""
+        """Return None for more than one rank: the bytes that are sent then depend on how many rows the step used."""
         return 0 if world_size == 1 else None
 
 

@@ -52,7 +52,7 @@ class WeightExchange(Exchange[State]):
         """
 
     def miss_step(self, state: State, step: int) -> None:
-        """Note that this rank has no data for the next step, and will not step its optimizer. Not collective."""
+        """Record that this rank has no data for the next step, and will not step its optimizer. Not collective."""
 
     def before_step(self, state: State, step: int) -> None:
         """Exchange weights between backward and the optimizer's step; by default do nothing. ``step`` counts from 0."""

@@ -153,7 +153,7 @@ class Reducer:
         self._selection.disconnect()
 
     def before_forward(self) -> list[str]:
-        """Check the last pass for unused parameters and apply changes of the layout.
+        """Check the last pass for unused parameters; change the buckets if parameters changed or a new bucket order is due.
 
         Every rank calls it before a forward with gradients.
 
@@ -202,7 +202,9 @@ class Reducer:
     # ---- These methods run a pass. See [Note: one pass]. -------------------------------------------------------------
 
     def after_forward(self, outputs: Sequence[Tensor]) -> None:
-        """Record a forward whose backwards average gradients over the ranks; :meth:`before_forward` was called when it began.
+        """Record a forward whose backward passes average gradients over the ranks.
+
+        :meth:`before_forward` must have been called when the forward began.
 
         Args:
             outputs: the tensors with a graph that the forward returned.
@@ -319,7 +321,7 @@ class Reducer:
             self._wait(bucket.index, work)
 
     def _is_used(self, current: Pass, index: int) -> bool:
-        if current.shadow:  # no backward runs on this rank: assume that it uses the parameters of its last pass
+        if current.shadow:  # no backward runs here: parameters used in this rank's last own pass count as used
             return not self._selection.unused_last[index]
         return current.fired[index] > 0 or self._selection.accumulated[index]
 

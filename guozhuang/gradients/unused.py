@@ -35,7 +35,7 @@ class UnusedReport:
         return self._compose(found)
 
     def error_elsewhere(self, step: int) -> UnusedParameterError | None:
-        """Compose the error if another rank has left a notice about this rank's step or the one before.
+        """Return the error about unused parameters if another rank's notice concerns this step or the one before; else None.
 
         An older notice belongs to an error that the program has caught, and does not explain a failure of now.
         """

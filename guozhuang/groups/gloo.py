@@ -62,7 +62,8 @@ class Crossing:
             group._register_backend(torch.device(device), kind, backend)
         self._group: Any = group
         self._ours = set(mine)
-        for other in range(size):  # no wait: each rank set its key before gloo connected it
+        # get returns at once: each rank set its key before it constructed its gloo backend, which connected it to this rank
+        for other in range(size):
             text = store.get(f"listens/{other}").decode()
             self._ours |= {(host, int(port)) for host, port in (one.split() for one in text.split(",") if one)}
 

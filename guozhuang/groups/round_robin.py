@@ -154,7 +154,7 @@ class RoundRobinGroup(PythonGroup):
 
 
 class _EveryWork(CallWork):
-    """The work of a call that was passed to every inner group; no tensor holds a result."""
+    """The work of a barrier in every inner group; a barrier has no result, so its future holds an empty list."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()

@@ -252,7 +252,7 @@ class SerialThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs on this thread, so inside one of its jobs."""
+        """Whether the caller runs on this thread, that is, inside one of its jobs."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:

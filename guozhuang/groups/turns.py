@@ -102,7 +102,7 @@ class Finishers:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs on one of these threads, so inside a callback of a future."""
+        """Whether the caller runs on one of the finishers' threads, that is, inside a callback of a future."""
         return any(thread.is_current for thread in self._threads)
 
     def complete(self, callback: Callable[[], None], is_nested: bool) -> None:

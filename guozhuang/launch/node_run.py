@@ -88,7 +88,7 @@ class NodeRun:
         return [*command[:at], f"{plan.pass_local_rank}={number}", *command[at:]]
 
     def _shown(self, *, may_inherit: bool) -> Shown:
-        """Return how output is shown by the user's options; ``may_inherit``: a single rank may write to the agent's streams."""
+        """Return the user's options on output; ``may_inherit``: the only rank of a run may inherit the agent's streams."""
         plan, filtered = self._plan, self._plan.elastic.local_ranks_filter
         ranks = frozenset(int(rank) for rank in filtered.split(",")) if filtered else None
         is_alone = plan.num_local_ranks == 1 and self._config.max_nodes == 1

@@ -106,7 +106,7 @@ class WarmParent:
 
     @classmethod
     def start(cls, words: Sequence[str], environ: Mapping[str, str], modules: Sequence[str] = ()) -> WarmParent:
-        """Start a warm parent, and return without waiting for its imports.
+        """Start a process that imports torch and then forks ranks on request; return without waiting for its imports.
 
         Args:
             words: the command of a rank (``[sys.executable, "-u", ...]``).

@@ -58,7 +58,7 @@ class Notices:
         return max(self._next - time.monotonic(), 0.0)
 
     def are_due(self) -> bool:
-        """Return whether a notice is due; True once for each notice."""
+        """Return True if it is time for the next log message, and plan the one after it; otherwise return False."""
         if time.monotonic() < self._next:
             return False
         self._next = time.monotonic() + NEXT_NOTICE_S

@@ -174,7 +174,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def _on_gradient(self, index: int) -> None:
-        """Handle the gradient of parameter ``index``, which autograd has accumulated before the step."""
+        """Handle the gradient that autograd has just added to ``parameters[index].grad``, for the step to come."""
 
     @abstractmethod
     def _meet(self) -> frozenset[int]:

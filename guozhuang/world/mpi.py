@@ -184,7 +184,7 @@ def _open_mpi_run(environ: Mapping[str, str]) -> _Run:
     hosts += [launcher[1]] if launcher else []
     key = [namespace, environ.get("OMPI_MCA_orte_precondition_transports", "")]
     if environ.get(OPEN_MPI.local_size) == environ.get(OPEN_MPI.size):
-        # All ranks of one node have the same PMIx daemon, whose port no other run has; runs in containers may share the rest.
+        # Ranks of one node share a PMIx daemon, whose port no other run has; runs in two containers may share host and pid.
         key += [environ[name] for name in sorted(environ) if re.fullmatch("PMIX_SERVER_URI[0-9]*", name)]
     return _Run(key, hosts)
 

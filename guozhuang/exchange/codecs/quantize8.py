@@ -21,7 +21,7 @@ from ..kernels import CodeKind, Task
 from .base import KernelCodec, aligned
 
 _EPSILON = 1e-7
-_LARGE = 1e38  # upper bound of products, below the greatest float32 so that they do not overflow
+_LARGE = 1e38  # bound of |element * scale|, which must stay below the greatest float32 (3.4e38)
 _LEVELS = 255.0
 
 

@@ -80,7 +80,7 @@ class HeldParts:
             part.take(worker, message, payload, is_shared, reply)
 
     def leave(self, worker: int) -> None:
-        """Note that a worker sends no more messages, so that other workers no longer wait for it.
+        """Record that a worker sends no more messages, so that other workers no longer wait for it.
 
         Raises:
             WorldError: other workers wait for a sum that needs this worker.
@@ -315,7 +315,7 @@ class Service:
         thread.close()
 
     def leave(self, worker: int) -> None:
-        """Note that a worker sends no more messages; the service ends when all workers have left."""
+        """Record that a worker sends no more messages; the service ends when all workers have left."""
         with self._lock:
             self._left.add(worker)
             all_left = len(self._left) == self._group.num_workers

@@ -285,7 +285,9 @@ class GroupFailure:
     def _leave(self, notice: _FailureNotice) -> _FailureNotice:
         """Write a notice to the store, with this rank's last calls and the next ``order``; return the completed notice."""
 
-        with contextlib.suppress(Exception):  # no notice if the store fails or is slow, as on a dead host
+        with contextlib.suppress(
+            Exception
+        ):  # if the store fails or is slow (its host may be dead), no notice is written
             order = self._client.call(self._store.add, "order", 1)
             notice = notice._replace(order=order, calls={str(n): text for n, text in self._comparison.calls})
             self._notices.leave(0, json.dumps(notice))

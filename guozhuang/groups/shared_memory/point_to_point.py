@@ -79,7 +79,7 @@ class PointToPoint:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closed = False
         self._failure: BaseException | None = None  # the error that ended the thread
-        # Only the thread uses the attributes below. See [Note: one thread owns the state].
+        # Only the thread ``_thread``, started below, uses the next attributes. See [Note: one thread owns the state].
         self._poller = select.poll()
         self._channels = [(peer, channel) for peer, channel in enumerate(peers.channels) if channel is not None]
         self._under_way = UnderWay(self._rank, self._size)

@@ -193,7 +193,7 @@ class GaussianTuner:
 
 
 class _Space:
-    """The search space of autotuning: a dimension, scaled to 0..1, for each of fusion threshold and cycle time not fixed."""
+    """The search space of autotuning. Fusion threshold and cycle time are one dimension each, from 0 to 1, unless fixed."""
 
     def __init__(self, start: Knobs, fixed: frozenset[str]) -> None:
         self._start = start

@@ -31,7 +31,7 @@ _STATE_LOST = "all workers that had the state have failed or were ended: nobody 
 
 @dataclass(eq=False)
 class Worker:
-    """One worker process, running or ended. Times are in seconds, by the clock that ``turn`` gets.
+    """One worker process, running or ended. Its times are in seconds, by the same clock as ``now`` of ``Job.turn``.
 
     Attributes:
         number: the worker's number, counting all that were started from 0.
