@@ -273,6 +273,10 @@ class PatientStore:
         """Add to a number; return the sum."""
         return int(self._call(self.inner.add, self._prefix + key, value))
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key if its value is ``expected``, or it does not exist and ``expected`` is ""; return its value afterwards."""
+        return bytes(self._call(self.inner.compare_set, self._prefix + key, expected, desired))
+
     def check(self, keys: list[str]) -> bool:
         """Return whether all of these keys exist."""
         return bool(self._call(self.inner.check, [self._prefix + key for key in keys]))

@@ -12,6 +12,8 @@ from types import FrameType
 import pytest
 import torch.distributed as dist
 
+from guozhuang.errors import PeerLost
+from guozhuang.exchange.parameter_server import protocol
 from guozhuang.net.client import Client, PatientStore
 
 
@@ -25,6 +27,39 @@ class Deaf(dist.Store):
     def check(self, keys: list[str]) -> bool:
         self.go.wait(20)
         return True
+
+
+class Falling(dist.Store):
+    """Answers until it falls silent, and then not until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.go = dist.HashStore(), threading.Event()
+        self.go.set()
+
+    def set(self, key: str, value: str) -> None:
+        self.go.wait(20)
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.go.wait(20)
+        return self.inner.get(key)
+
+    def add(self, key: str, value: int) -> int:
+        self.go.wait(20)
+        return self.inner.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self.go.wait(20)
+        return self.inner.check(keys)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        self.go.wait(20)
+        self.inner.wait(keys, timeout or datetime.timedelta(seconds=20))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.go.wait(20)
+        return self.inner.compare_set(key, expected, desired)
 
 
 @pytest.fixture
@@ -87,3 +122,26 @@ def test_parts_and_keys_that_come_later() -> None:
     with pytest.raises(LookupError):
         part.get("never")
     whole.close()
+
+
+def test_a_worker_raises_though_the_store_of_the_parameter_servers_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_ANSWER_S", 0.5)
+    store = Falling()
+    group = protocol.join(store, 0, 1, 0, 10.0)
+    store.go.clear()
+    try:
+        begin = time.monotonic()
+        error = group.error_of(0, "the sum of step 3", RuntimeError("Connection closed by peer"))
+        assert isinstance(error, PeerLost) and "rank 0 (process" in str(error) and "is gone" in str(error)
+        group.abort(0, "rank 0 ended")
+        assert time.monotonic() - begin < 5
+    finally:
+        store.go.set()
+    deadline = time.monotonic() + 5
+    while (
+        not store.inner.check(["failure"]) and time.monotonic() < deadline
+    ):  # the store answers again, and is asked again
+        group.abort(0, "rank 0 ended")
+    again = group.error_of(0, "the sum of step 3", RuntimeError("Connection closed by peer"))
+    assert "rank 0 ended; this rank was waiting for the sum of step 3" in str(again)
+    group.close()

@@ -303,7 +303,7 @@ class _Ending:
         self._leave(self._group.limit_s)
         if self._service is not None:
             self._service.wait()
-        self._group.crossing.close()
+        self._group.close()
         atexit.unregister(self.at_exit)
 
     def at_exit(self) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 from ...errors import PeerLost, WorldError, explain
 from ...groups import roll_call
 from ...groups.gloo import Crossing, choose_address
-from ...net.client import PatientStore
+from ...net.client import Client, PatientStore
 from ...net.interfaces import own_address
 from ...net.meet import WorldStore, open_store
 from ...net.meeting_point import MeetingPoint
@@ -49,6 +49,7 @@ _DTYPES = (
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
 )
 _PATIENCE_S = 1.0  # how long to wait until the process that first noticed a failure has written its cause to the store
+_ANSWER_S = 2.0  # how long the store may take to answer: the report of a cause must not delay the end of a group
 _FAILURE = "failure"
 _PREFIX = "guozhuang servers"  # prefix of keys, because with several hosts the ranks use the same store
 
@@ -205,7 +206,7 @@ class ServerGroup:
         num_workers: the number of workers, which have the first ranks.
         servers: the rank of each server.
         limit_s: the limit of each wait for another process, in seconds.
-        store: the part of the store that belongs to this group.
+        store: the part of the store that belongs to this group; its calls have a short limit, and fail where it is silent.
         crossing: the gloo connections.
         names: a name for each rank in error texts, with its process id and host.
     """
@@ -214,7 +215,7 @@ class ServerGroup:
     num_workers: int
     servers: Sequence[int]
     limit_s: float
-    store: dist.Store
+    store: PatientStore
     crossing: Crossing
     names: Sequence[str]
 
@@ -237,13 +238,18 @@ class ServerGroup:
         return self.crossing.group.recv([tensor], source, tag)
 
     def _report(self, cause: _FirstCause) -> None:
-        with contextlib.suppress(RuntimeError):  # the process that keeps the store may have ended
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store may have ended, or be silent
             self.store.compare_set(_FAILURE, "", json.dumps(cause))  # keeps a cause that was reported before
 
     def abort(self, lost: int | None, text: str) -> None:
         """Report the cause of a failure and close all connections, so that every wait of the group fails in all processes."""
         self._report(_FirstCause(lost, text))
         self.crossing.cut()
+
+    def close(self) -> None:
+        """End the threads of this process for the group, when nothing more is to be sent or received. Not collective."""
+        self.crossing.close()
+        self.store.close()
 
     def error_of(self, peer: int, doing: str, error: BaseException) -> WorldError:
         """Return the error to raise after a wait for a peer failed: the first cause that any process reported.
@@ -264,8 +270,8 @@ class ServerGroup:
         return WorldError(text) if cause.lost is None else PeerLost(text, rank=cause.lost, pid=None, waiting_in=doing)
 
     def _first_cause(self) -> _FirstCause | None:
-        with contextlib.suppress(RuntimeError), contextlib.closing(PatientStore(self.store)) as store:
-            text = store.read(_FAILURE, _PATIENCE_S)
+        with contextlib.suppress(RuntimeError):
+            text = self.store.read(_FAILURE, _PATIENCE_S)
             return None if text is None else _FirstCause(*json.loads(text))
         return None
 
@@ -319,4 +325,6 @@ def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: fl
         fix = "set GLOO_SOCKET_IFNAME to the network interface that leads to the other hosts"
         raise WorldError(explain(what, rank=rank, fix=fix)) from error
     servers = range(num_workers, size) if count else range(num_workers)
-    return ServerGroup(rank, num_workers, servers, limit_s, store, crossing, names)
+    # Its thread starts now, because a process that exits after an error reports it, and can start no thread then.
+    limited = PatientStore(store, client=Client(_ANSWER_S, retries=True, starts=True))
+    return ServerGroup(rank, num_workers, servers, limit_s, limited, crossing, names)

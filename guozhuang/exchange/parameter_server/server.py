@@ -55,7 +55,7 @@ class _ServedGroup:
             return
         service = Service(group, says=True)
         service.wait()
-        group.crossing.close()
+        group.close()
         self.failed = bool(service.failed)
 
 
