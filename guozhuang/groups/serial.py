@@ -239,8 +239,9 @@ class SerialThread:
         """Submit the job of a work that the caller has made, as ``run`` does with its own; return at once."""
         if not self.is_alive:  # not started yet, or lost by a fork
             arguments = self._jobs, self._what
-            self._thread = threading.Thread(target=_work, args=arguments, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_work, args=arguments, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread  # only now, because another thread may call join() meanwhile
             # The thread keeps only the queue alive: when this object is collected, the None in the queue ends the thread.
             weakref.finalize(self, self._jobs.put, (float("inf"), next(self._numbers), None))
         self._jobs.put((urgency, next(self._numbers), work))

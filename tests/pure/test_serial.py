@@ -122,3 +122,16 @@ def test_the_thread_ends_with_the_last_reference() -> None:
     gc.collect()
     runner.join(10.0)
     assert not runner.is_alive()
+
+
+def test_a_thread_can_be_joined_while_another_one_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread, start, joined = SerialThread("lazy"), threading.Thread.start, list[bool]()
+
+    def start_late(made: threading.Thread) -> None:
+        joined.append(thread.join(0.01))
+        start(made)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    thread.run(lambda: None).wait()
+    assert len(joined) == 1
+    end(thread)

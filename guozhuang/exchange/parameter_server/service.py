@@ -302,8 +302,9 @@ class Service:
         self._threads: list[SerialThread] = []
         for worker in range(group.num_workers):
             if worker != group.rank:
-                adding = self._thread()
-                self._start(self._thread(), functools.partial(self._listen, worker, adding))
+                # In this order, because wait() joins them in turn, and the first one starts the second one.
+                listening, adding = self._thread(), self._thread()
+                self._start(listening, functools.partial(self._listen, worker, adding))
         self._start(self._thread(), self._watch)
 
     def _thread(self) -> SerialThread:
