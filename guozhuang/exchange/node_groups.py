@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import UsageError, WorldError, explain
+from ..errors import PeerLost, UsageError, explain
 from ..groups.hierarchical.nodes import Nodes
 from ..groups.subgroups import subgroup
 from ..watch.processes import SHARE_MEMORY, node_identity
@@ -104,7 +104,7 @@ def on_leaders(
     Raises:
         Exception: the error of ``act``, on the rank that leads.
         UsageError: on the other ranks of its node, if ``act`` raised a UsageError.
-        WorldError: on the other ranks of its node, if ``act`` raised another error.
+        PeerLost: on the other ranks of its node, if ``act`` raised another error, whose cause only the first rank knows.
     """
     before, failed = num_groups(), None
     if groups.leads:
@@ -112,16 +112,27 @@ def on_leaders(
             act()
         except Exception as error:  # raised below, after the ranks of the node were informed
             failed = error
-    outcome: list[Any] = [num_groups() - before, type(failed).__name__, isinstance(failed, UsageError), str(failed)]
-    dist.broadcast_object_list(outcome, group_src=0, group=groups.inside, device=device)
-    num_made, kind, is_users, text = outcome
-    if not groups.leads:
-        made.extend(groups_alone(groups, num_made))
-    if failed is not None:
-        raise failed
-    if kind != type(None).__name__:
-        what = f"rank {groups.nodes.here[0]}, which leads the ranks of this node, raised {kind}: {text}"
-        raise (UsageError if is_users else WorldError)(explain(what, rank=groups.nodes.rank))
+    try:
+        outcome: list[Any] = [num_groups() - before, type(failed).__name__, isinstance(failed, UsageError), str(failed)]
+        dist.broadcast_object_list(outcome, group_src=0, group=groups.inside, device=device)
+        num_made, kind, is_users, text = outcome
+        if not groups.leads:
+            made.extend(groups_alone(groups, num_made))
+        if failed is not None:
+            raise failed
+    finally:
+        del failed  # its traceback refers to this frame, which would keep all that ``act`` refers to
+    if kind == type(None).__name__:
+        return
+    first = groups.nodes.here[0]
+    what = f"rank {first}, which leads the ranks of this node, raised {kind}: {text}"
+    if is_users:
+        raise UsageError(explain(what, rank=groups.nodes.rank))
+    # The launcher takes a rank that reports a lost peer for no cause, so the user is shown the traceback of the first rank.
+    what = explain(what, rank=groups.nodes.rank, fix=f"look at the error of rank {first}")
+    raise PeerLost(
+        what, rank=first, pid=None, waiting_in="an exchange between nodes that the first rank of each node makes"
+    )
 
 
 def groups_alone(groups: NodeGroups, num: int) -> list[dist.ProcessGroup]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import traceback
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,11 +22,12 @@ from guozhuang.exchange.codecs.dithering import Dithering
 from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.hierarchical import Hierarchical
-from guozhuang.exchange.node_groups import num_groups
+from guozhuang.exchange.node_groups import NodeGroups, make_groups, num_groups, on_leaders
 from guozhuang.exchange.powersgd import PowerSGD
 from guozhuang.exchange.warmup import Warmup
 from guozhuang.gradients.buckets import Bucket
 from guozhuang.groups.hierarchical.nodes import Nodes
+from guozhuang.launch.tracebacks import speaks_of_lost_peer
 from tests.processes.cases import as_tests, assert_equal_everywhere
 from tests.processes.gradient_methods import buckets_of, exchange_all, fill, gradient
 from tests.processes.test_compressed import bytegrad
@@ -211,6 +214,33 @@ def case_gradients_that_outer_refuses_are_refused_on_every_rank(rank: int, size:
             with pytest.raises(UsageError, match="floating-point gradients, not torch"):
                 ours(layout, FEEDBACK).prepare([bucket], dist.group.WORLD)
             assert_equal_everywhere(torch.tensor([num_groups()]))
+
+
+def fails_on_leaders(groups: NodeGroups) -> tuple[list[str], weakref.ref[Tensor]]:
+    """The traceback that this rank prints if the first rank of its node cannot do its part, and what was held for it."""
+    held = torch.ones(1)
+
+    def act() -> None:
+        raise OSError(f"no space left for {held.numel()}")
+
+    try:
+        on_leaders(groups, act, torch.device("cpu"), [])
+    except Exception as error:
+        return traceback.format_exception(error), weakref.ref(held)
+    raise AssertionError("nothing was raised")
+
+
+def case_an_error_of_a_first_rank_is_the_cause_and_frees_what_it_held(rank: int, size: int) -> None:
+    for layout in LAYOUTS[size]:
+        if layout == "a" * size:
+            continue
+        groups = make_groups(dist.group.WORLD, Nodes.of(layout, rank))
+        lines, held = fails_on_leaders(groups)
+        text = "".join(lines)
+        assert "OSError: no space left for 1" in text
+        assert speaks_of_lost_peer(lines) == (not groups.leads), "the launcher shows the traceback of the first rank"
+        assert groups.leads or f"Fix: look at the error of rank {groups.nodes.here[0]}" in text
+        assert held() is None, "no cycle waits for the collector, which is off here"
 
 
 def case_nodes_are_found_by_the_ranks(rank: int, size: int) -> None:
