@@ -155,9 +155,10 @@ class SharedWeights:
 
         Every rank must call it, between the two barriers of a step.
         """
+        is_changed = frozenset(changed)
         for bucket in self._layout.buckets:
             for piece in self._layout.pieces_in(bucket, *bucket.slice_of(self._rank)):
-                if piece.parameter in changed:
+                if piece.parameter in is_changed:
                     itemsize = bucket.dtype.itemsize
                     at = self._where.starts[piece.parameter] + piece.start * itemsize
                     num_bytes = (piece.end - piece.start) * itemsize
