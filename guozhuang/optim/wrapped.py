@@ -80,9 +80,11 @@ class WrappedOptimizer(Optimizer):
     def _refuse_other_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_stepping:
             what = f"this {type(optimizer).__name__} steps through the {type(self).__name__} that was made around it"
-            fix = "write `model, optimizer = gz.prepare(model, optimizer)`, step that one"
+            fix = f"call step() of that {type(self).__name__}; if gz.prepare() made it, prepare returned it"
             raise UsageError(explain(what, fix=fix))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         what = f"a {type(self).__name__} cannot be copied or pickled: it belongs to process groups and their exchange"
-        raise UsageError(explain(what, fix="keep optimizer.state_dict(), called on every rank"))
+        raise UsageError(
+            explain(what, fix="keep optimizer.state_dict(); call that of a ShardedOptimizer on every rank")
+        )

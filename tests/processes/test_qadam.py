@@ -461,8 +461,10 @@ def test_other_optimizers_are_refused() -> None:
         QAdam(weights, warmup_steps=0)
     with pytest.raises(UsageError, match="capturable"):
         QAdam(weights, capturable=True)
-    with pytest.raises(UsageError, match="state_dict"):
+    with pytest.raises(UsageError, match=r"keep optimizer\.state_dict\(\)"):
         copy.deepcopy(QAdam(weights))
+    with pytest.raises(UsageError, match=r"steps through the QAdam .* Fix: call step\(\) of that QAdam"):
+        QAdam(weights).inner.step()
     with pytest.raises(UsageError, match="another one"):
         AdamMomentum(QAdam(weights), Compressed(MinMax8(), momentum=0.9))
 
