@@ -399,7 +399,10 @@ def _follow(state: WeightHierarchicalState, source: int) -> None:
 def _naming_the_node(state: WeightHierarchicalState) -> AbstractContextManager[None]:
     """Turn an error of a collective inside the node into a WorldError that names the ranks of the node."""
     assert state.groups is not None
-    ranks = list(state.groups.nodes.here)
-    what = f"the ranks {ranks} of one node, which act as one between nodes, came apart"
-    fix = f"look for their first error; rank {ranks[0]}, which leads, may have waited for another node"
-    return naming_peers(lambda: what, state.group, fix)
+    here = state.groups.nodes.here
+
+    def what() -> str:
+        waited = f"rank {here[0]}, which leads, may have waited for another node"
+        return f"the ranks {list(here)} of one node, which act as one between nodes, came apart ({waited})"
+
+    return naming_peers(what, state.group, "look for their first error")
