@@ -31,7 +31,8 @@ class Part:
 
     Attributes:
         bucket: the whole bucket.
-        part: the part, as a bucket of real numbers; None if the bucket has too few elements for this rank to get any.
+        part: the part, as a bucket of real numbers; None if this rank gets no elements of the bucket: it has too few, or is
+            not cut and another rank leads.
         pieces: the slices of parameters that lie in the part, in order.
         wire: buffer from which the whole bucket is sent if it must be padded or cast to another dtype first; else None.
         own: buffer that receives the part, as long as the parts of all ranks; ``part.flat`` itself if its length and dtype fit.
@@ -78,7 +79,13 @@ def cut(bucket: Bucket, place: int, size: int, wire_dtype: torch.dtype) -> Part:
 
 
 def uncut(bucket: Bucket, leads: bool, wire_dtype: torch.dtype) -> Part:
-    """Return a ``Part`` of an uncut bucket: the whole bucket on the leading rank, nothing on other ranks. See ``cut``."""
+    """Return a ``Part`` whose ``part`` is the whole bucket on the rank that leads, and None on other ranks.
+
+    Args:
+        bucket: the whole bucket.
+        leads: whether this rank leads its node.
+        wire_dtype: the dtype in which the bucket is sent.
+    """
     flat = numbers(bucket)
     wire = None if wire_dtype == flat.dtype else torch.empty_like(flat, dtype=wire_dtype)
     return Part(bucket, bucket if leads else None, [], wire, None)

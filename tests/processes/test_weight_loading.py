@@ -107,6 +107,21 @@ def case_a_part_of_the_module_is_loaded(rank: int, size: int) -> None:
     assert torch.allclose(ddp.module[1].running_mean, running, atol=1e-6)
 
 
+def case_a_part_is_loaded_and_another_parameter_is_moved(rank: int, size: int) -> None:
+    for exchange in (MeanOfTwo(), AsyncParameterServer(max_staleness_steps=1)):
+        ddp = DistributedDataParallel(made())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        ddp.use_weight_exchange(exchange, optimizer)
+        train(ddp, optimizer, rank, range(2))
+        ddp.module[0].load_state_dict({"weight": torch.full((6, 4), 5.0 + rank), "bias": torch.full((6,), 5.0 + rank)})
+        moved = ddp.module[2].weight
+        moved.data = torch.full_like(moved, 1.0 + rank)
+        ddp.eval()
+        assert bool((ddp.module[0].weight == 5).all()) and bool((ddp.module[0].bias == 5).all())
+        assert bool((moved == 1 + (size - 1) / 2).all()), "the mean, as of parameters that were moved alone"
+        assert_equal_everywhere(flat(ddp))
+
+
 def case_different_parts_are_loaded(rank: int, size: int) -> None:
     ddp, optimizer = wrapped()
     train(ddp, optimizer, rank, range(1))
