@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -102,7 +102,7 @@ def open_store(
     if isinstance(point, PortSequence):
         return keep(point, timeout_s) if rank == 0 else join(point, rank, timeout_s, log_notices=log_notices)
     if rank == 0 and not point.is_kept_by_launcher:
-        kept = keep(point, timeout_s)
+        kept = keep(point, timeout_s, rank)
         if not _is_open(point) and not is_one_node:
             kept.store.set(_LOOPBACK_KEY, f"{kept.host}:{point.port}")
         return kept
@@ -116,12 +116,18 @@ def open_store(
     return join(point, rank, timeout_s, log_notices=log_notices)
 
 
-def keep(point: MeetingPoint | PortSequence, timeout_s: float) -> WorldStore:
+def keep(
+    point: MeetingPoint | PortSequence,
+    timeout_s: float,
+    rank: int | None = None,
+    warn: Callable[[str], None] = _log.warning,
+) -> WorldStore:
     """Start a store in this process; if other nodes can reach it and there is a secret, put a ``Door`` in front of it.
 
     Args:
         point: the address, or the ports of which the first free one is taken; then a note is written for the other nodes.
         timeout_s: limit of each of the store's operations, in seconds.
+        rank, warn: as for ``store.listen``.
 
     Raises:
         UsageError: the port (or every one of the ports) is taken.
@@ -135,7 +141,7 @@ def keep(point: MeetingPoint | PortSequence, timeout_s: float) -> WorldStore:
             )
         meeting = keep_behind_door(listener, point.secret, address[0], timeout_s)
         return replace(meeting, note=point if point.note and search.write_note(point, address) else None)
-    listener = stores.listen(point)
+    listener = stores.listen(point, rank, warn)
     host, port = listener.getsockname()[:2]
     if _is_open(point) and point.secret:
         return keep_behind_door(listener, point.secret, host, timeout_s)
@@ -151,6 +157,7 @@ def join(
     log_notices: bool = True,
     who: str = "rank 0's store",
     fix: str = "",
+    operation_s: float | None = None,
 ) -> WorldStore:
     """Connect to the store of another process, through its door if there is one.
 
@@ -161,11 +168,13 @@ def join(
         log_notices: whether to log notices when the connection takes long.
         who: what log and errors call the store.
         fix: the remedy, for errors; "" for the remedies of MASTER_ADDR and MASTER_PORT.
+        operation_s: limit of each later operation of the store, in seconds; None: ``timeout_s``.
 
     Raises:
         WorldError: no store (or no door with this secret) answered within ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
+    operation_s = timeout_s if operation_s is None else operation_s
     passage: Passage | None = None
     if isinstance(point, PortSequence):
         found = search.find(point, rank or 0, timeout_s, log_notices=log_notices)
@@ -179,12 +188,16 @@ def join(
         inner = passage = pass_through(host, port, point.secret, timeout_s, rank=rank, log_notices=log_notices)
     else:
         where = f"{point.host}:{point.port}" + ("" if fix else " (MASTER_ADDR:MASTER_PORT)")
-        store, host = stores.reach(point, rank, timeout_s, where, who=who, fix=fix, log_notices=log_notices)
+        store, host = stores.reach(
+            point, rank, timeout_s, where, who=who, fix=fix, log_notices=log_notices, operation_s=operation_s
+        )
         return WorldStore(store, host, port=point.port, local=(host, point.port))
     left_s = max(deadline - time.monotonic(), 1.0)
     try:
         there = MeetingPoint(*inner)
-        store, _ = stores.reach(there, rank, left_s, f"{host}:{port}", who=who, fix=fix, is_up=True)
+        store, _ = stores.reach(
+            there, rank, left_s, f"{host}:{port}", who=who, fix=fix, is_up=True, operation_s=operation_s
+        )
     except BaseException:
         if passage is not None:
             passage.close()

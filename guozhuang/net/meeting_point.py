@@ -26,6 +26,7 @@ class MeetingPoint:
         is_loopback_meant: True: if ``host`` resolves to loopback, all ranks are on this machine. False: it resolves to loopback
             on rank 0's node only, and other ranks connect from other machines.
         interface: the network interface that the user named; "": the one that leads to ``host``.
+        port_option: the variable or option that gave ``port``, for errors.
     """
 
     host: str
@@ -35,6 +36,7 @@ class MeetingPoint:
     secret: bytes = field(default=b"", repr=False)
     is_loopback_meant: bool = True
     interface: str = ""
+    port_option: str = "MASTER_PORT (--master-port)"
 
 
 @dataclass(frozen=True)

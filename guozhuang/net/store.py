@@ -17,6 +17,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -36,7 +37,10 @@ def loopback_address(host: str) -> str | None:
 
 
 def listening_address(point: MeetingPoint) -> str:
-    """Return the address of this node at which its store, or the store's door, listens. See [Note: where rank 0 listens]."""
+    """Return the address by which the other nodes of a run reach this node. See [Note: where rank 0 listens].
+
+    On the node that keeps the store, the store or the door in front of it listens there.
+    """
     found = interfaces.resolve(point.host)
     is_looped = loopback_address(point.host) is not None
     if is_looped and point.is_loopback_meant:
@@ -45,14 +49,7 @@ def listening_address(point: MeetingPoint) -> str:
     own = [each for each in found if not interfaces.is_loopback(each) and interfaces.is_own(each)]
     if own:
         return address if address in own else own[0]
-    if point.interface:
-        return interfaces.named(point.interface).address
-    if not is_looped and address not in found:
-        _log.warning(
-            "%s is no address of this node (%s): the store listens at %s:%d, and %s:%d must lead there",
-            *(point.host, socket.gethostname(), address, point.port, point.host, point.port),
-        )
-    return address
+    return interfaces.named(point.interface).address if point.interface else address
 
 
 def connect_host(point: MeetingPoint) -> str:
@@ -62,23 +59,33 @@ def connect_host(point: MeetingPoint) -> str:
     return listening_address(point)
 
 
-def listen(point: MeetingPoint) -> socket.socket:
+def listen(point: MeetingPoint, rank: int | None = None, warn: Callable[[str], None] = _log.warning) -> socket.socket:
     """Bind a socket, on rank 0 or in the agent of node 0, for the store or for the door in front of it.
+
+    Args:
+        point: the address of the store.
+        rank: the rank of this process, for errors; None where it is no rank.
+        warn: called with a text if ``point.host`` is no address of this node, so that it must be translated to this node.
 
     Raises:
         UsageError: the port is taken, or this user may not open it.
     """
     address = listening_address(point)
     try:
-        return interfaces.listen_at(address, point.port, _BACKLOG)
+        listener = interfaces.listen_at(address, point.port, _BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            fix = "choose another MASTER_PORT (--master-port); on one node `guozhuang run` finds a free one by itself"
+            fix = f"choose another {point.port_option}; on one node `guozhuang run` finds a free one by itself"
             what = f"port {point.port} is taken by another process of this machine ({address}:{point.port})"
-            raise UsageError(explain(what, fix=fix)) from error
+            raise UsageError(explain(what, rank=rank, fix=fix)) from error
         what = f"no store can be opened at {address}:{point.port}: {error.strerror or error}"
         fix = "set MASTER_ADDR (--master-addr, --rdzv-endpoint) to an address of rank 0's node, and a port above 1023"
-        raise UsageError(explain(what, fix=fix)) from error
+        raise UsageError(explain(what, rank=rank, fix=fix)) from error
+    if loopback_address(point.host) is None and not point.interface and address not in interfaces.resolve(point.host):
+        host, port = point.host, listener.getsockname()[1]
+        where = f"the store listens at {address}:{port}, and {host}:{port} must lead there"
+        warn(f"{host} is no address of this node ({socket.gethostname()}): {where}")
+    return listener
 
 
 def innermost(store: dist.Store) -> dist.Store:
@@ -143,18 +150,20 @@ def reach(
     fix: str = "",
     log_notices: bool = True,
     is_up: bool = False,
+    operation_s: float | None = None,
 ) -> tuple[dist.TCPStore, str]:
     """Connect to the store that rank 0, the launcher or an agent keeps.
 
     Args:
         point: the address of the store.
         rank: the rank of this process, for log and errors.
-        timeout_s: how long to wait for the store, in seconds; then the limit of each of its operations.
+        timeout_s: how long to wait for the store, in seconds.
         where: the address as log and errors show it.
         who: what log and errors call the store.
         fix: the remedy, for errors; "" for the remedies of MASTER_ADDR and MASTER_PORT.
         log_notices: whether to log notices when the connection takes long.
         is_up: a program is known to listen at the address, so no trial connection is made first.
+        operation_s: limit of each later operation of the store, in seconds; None: ``timeout_s``.
 
     Returns:
         The store, and the host by which it was reached.
@@ -171,7 +180,7 @@ def reach(
             _wait_for_listener(host, point.port, deadline, over, seen)
         seen[0] = None
         store = connect(host, point.port, max(deadline - time.monotonic(), 1.0))
-        store.set_timeout(datetime.timedelta(seconds=timeout_s))
+        store.set_timeout(datetime.timedelta(seconds=timeout_s if operation_s is None else operation_s))
         return store, host
 
     def still() -> str:

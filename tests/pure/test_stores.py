@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import re
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.run import config_from_args
 
 from guozhuang.errors import UsageError, WorldError
-from guozhuang.launch.rendezvous.fixed import FixedRendezvous, NodeShare
+from guozhuang.launch.options import plan as options
+from guozhuang.launch.rendezvous import endpoint
+from guozhuang.launch.rendezvous.fixed import STORE_S, FixedRendezvous, NodeShare
+from guozhuang.launch.request import Request
 from guozhuang.net import client, interfaces
 from guozhuang.net import meet as rendezvous
 from guozhuang.net import meeting_point as ports
@@ -114,6 +120,20 @@ def test_a_store_that_comes_late_is_reached() -> None:
     assert store.timeout == LIMIT, "later operations have the whole time again"
 
 
+@pytest.mark.parametrize("way", ["address", "one node", "door"])
+def test_what_is_left_of_the_time_to_join_limits_no_later_operation(way: str, tmp_path: Path) -> None:
+    point: MeetingPoint | PortSequence = MeetingPoint("127.0.0.1", free_port())
+    if way != "address":
+        ports_of_it = ports.sequence([str(tmp_path)])
+        point = PortSequence(("127.0.0.1",), ports_of_it, SECRET, is_one_node=way == "one node")
+    kept = rendezvous.keep(point, 10)
+    for operation_s in (None, 300.0):
+        joined = rendezvous.join(point, 1, 10, operation_s=operation_s)
+        assert joined.store.timeout == datetime.timedelta(seconds=operation_s or 10)
+        joined.close()
+    kept.close()
+
+
 # ---- where rank 0 listens
 
 
@@ -174,18 +194,56 @@ def test_rank_0_listens_at_one_address_where_the_others_come(
     assert stores.listening_address(MeetingPoint(host, 29500, is_loopback_meant=is_loopback_meant)) == expected
 
 
-def test_an_address_of_another_node_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_address_of_another_node_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(interfaces, "own_address", lambda hints, others: "127.0.0.1")
+    said = r"203\.0\.113\.9 is no address of this node .*: the store listens at 127\.0\.0\.1:\d+, and 203\.0\.113\.9:\d+ must"
     with caplog.at_level(logging.WARNING, "guozhuang"):
-        stores.listening_address(MeetingPoint("203.0.113.9", 29500))
-    assert "203.0.113.9 is no address of this node" in caplog.text
+        open_store(MeetingPoint("203.0.113.9", 0), 0, 5, is_one_node=True).close()
+        assert re.match(said, caplog.messages[0]) and len(caplog.messages) == 1, "rank 0 logs it"
+        FixedRendezvous(MeetingPoint("203.0.113.9", 0), 0, 2, "run", 5).close()
+        assert re.match(f"guozhuang run: {said}", capsys.readouterr().err) and len(caplog.messages) == 1, (
+            "agents print it"
+        )
+        with silent_service() as port, pytest.raises(UsageError, match="is taken"):
+            FixedRendezvous(MeetingPoint("203.0.113.9", port), 0, 2, "run", 5)
+        assert not capsys.readouterr().err and len(caplog.messages) == 1, "no store listens there"
 
 
-def test_a_busy_port_is_named() -> None:
-    with (
-        silent_service() as port,
-        pytest.raises(UsageError, match=rf"port {port} is taken .*\(127\.0\.0\.1:{port}\).*MASTER_PORT"),
-    ):
-        stores.listen(MeetingPoint("127.0.0.1", port))
+def test_a_busy_port_is_named_with_the_rank_and_the_option() -> None:
+    taken = r"port {0} is taken .*\(127\.0\.0\.1:{0}\)\. Fix: choose another {1}; "
+    with silent_service() as port:
+        with pytest.raises(UsageError, match=r"^\[rank 0\] " + taken.format(port, r"MASTER_PORT \(--master-port\)")):
+            open_store(MeetingPoint("127.0.0.1", port), 0, 5)
+        at = f"127.0.0.1:{port}"
+        for words in (["--rdzv-endpoint", at], ["--master-addr", "127.0.0.1", "--master-port", str(port)]):
+            plan = options.plan(options.read([*words, "--nnodes", "2", "--node-rank", "0", __file__]), {})
+            with pytest.raises(UsageError, match="^" + taken.format(port, words[-2])):
+                endpoint.open_fixed(plan, config_from_args(plan.elastic)[0], Request())
+        words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", at, "--nnodes", "1:2", "--rdzv-conf", "is_host=1"]
+        plan = options.plan(options.read([*words, __file__]), {})
+        with pytest.raises(UsageError, match="^" + taken.format(port, "--rdzv-endpoint")):
+            endpoint.open_for_torch(plan, config_from_args(plan.elastic)[0])
+
+
+@needs_an_address
+def test_torch_elastic_gets_an_address_that_other_nodes_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/etc/hosts may give a node's name a loopback address and a real one."""
+    look_up, port = socket.getaddrinfo, free_port()
+
+    def two_addresses(host: str, *more: Any, **options: Any) -> list[Any]:
+        hosts = ["127.0.1.1", ADDRESS] if host == "node-a" else [host]
+        return [found for each in hosts for found in look_up(each, *more, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
+    for host, expected in (("node-a", ADDRESS), ("localhost", "127.0.0.1")):
+        words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}", "--nnodes", "1:2"]
+        plan = options.plan(options.read([*words, __file__]), {})
+        config = config_from_args(plan.elastic)[0]
+        endpoint.open_for_torch(plan, config).close()
+        assert config.local_addr == expected
+        assert config.rdzv_endpoint.startswith(expected)
 
 
 @needs_an_address
@@ -342,6 +400,7 @@ def test_agents_that_have_met_leave_no_note(tmp_path: Path) -> None:
         agents[0].meet(NodeShare(1))
         other.join(10)
         assert not note.exists()
+        assert agents[1]._kept is not None and agents[1]._kept.store.timeout == datetime.timedelta(seconds=STORE_S)
     finally:
         for each in agents:
             each.close()

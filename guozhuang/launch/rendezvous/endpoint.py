@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 
-from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.errors import UsageError, explain
+from guozhuang.launch.console.say import say
 from guozhuang.launch.rendezvous.agents import SILENCE_S
 from guozhuang.launch.rendezvous.fixed import JOIN_FIX, STORE_S, FixedRendezvous, meeting_point, say_if_open
 from guozhuang.launch.request import Request
@@ -43,15 +43,16 @@ def open_fixed(plan: Plan, config: LaunchConfig, request: Request) -> FixedRende
     """
     options, num_nodes = plan.elastic, config.max_nodes
     timeout_s = float(config.rdzv_configs["timeout"])
-    host, port = _endpoint(options, 0 if num_nodes == 1 else _DEFAULT_PORTS[config.rdzv_backend])
+    host, port, port_option = _endpoint(options, 0 if num_nodes == 1 else _DEFAULT_PORTS[config.rdzv_backend])
     if num_nodes == 1:
-        return FixedRendezvous(MeetingPoint(LOOPBACK, port), 0, 1, config.run_id, timeout_s, request.attempt)
+        point = MeetingPoint(LOOPBACK, port, port_option=port_option)
+        return FixedRendezvous(point, 0, 1, config.run_id, timeout_s, request.attempt)
     if not 0 <= options.node_rank < num_nodes:
         what = f"--node-rank is the number of this node, from 0 to {num_nodes - 1} with --nnodes {num_nodes}"
         raise UsageError(explain(what, value=options.node_rank, fix="give each node its own"))
     given = plan.node.meeting_point if plan.node is not None else None
     return FixedRendezvous(
-        given or meeting_point(host, port, plan.secret, options.interface),
+        given or meeting_point(host, port, plan.secret, options.interface, port_option),
         options.node_rank,
         num_nodes,
         config.run_id,
@@ -73,21 +74,16 @@ def open_for_torch(plan: Plan, config: LaunchConfig) -> WorldStore:
         WorldError: no store could be reached in time.
     """
     options = plan.elastic
-    host, port = _endpoint(options, _DEFAULT_PORTS["c10d"])
+    host, port, port_option = _endpoint(options, _DEFAULT_PORTS["c10d"])
+    point = meeting_point(host, port, plan.secret, options.interface, port_option)
     asked = str(config.rdzv_configs.get("is_host", "")).lower()
     is_keeper = _is_this_node(host) if not asked else asked in ("1", "true", "t", "yes", "y")
-    kept = _keep_or_join(
-        meeting_point(host, port, plan.secret, options.interface),
-        is_keeper,
-        float(config.rdzv_configs["timeout"]),
-        is_sure=bool(asked),
-    )
+    kept = _keep_or_join(point, is_keeper, float(config.rdzv_configs["timeout"]), is_sure=bool(asked))
     here, port = kept.local
     config.rdzv_endpoint = f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
     config.rdzv_configs["is_host"] = "false"
-    with contextlib.suppress(WorldError):
-        config.local_addr = config.local_addr or interfaces.own_address_towards(host)
-    config.local_addr = config.local_addr or LOOPBACK
+    # Torch publishes this address as MASTER_ADDR if rank 0 is on this node.
+    config.local_addr = config.local_addr or stores.listening_address(point)
     return kept
 
 
@@ -95,7 +91,7 @@ def _keep_or_join(point: MeetingPoint, is_keeper: bool, timeout_s: float, is_sur
     if not is_keeper:
         return join(point, None, timeout_s, who="the store of the agent that keeps it", fix=JOIN_FIX)
     try:
-        kept = keep(point, STORE_S)
+        kept = keep(point, STORE_S, warn=say)
     except UsageError:
         if is_sure:
             raise
@@ -106,14 +102,16 @@ def _keep_or_join(point: MeetingPoint, is_keeper: bool, timeout_s: float, is_sur
     return kept
 
 
-def _endpoint(options: argparse.Namespace, default_port: int) -> tuple[str, int]:
+def _endpoint(options: argparse.Namespace, default_port: int) -> tuple[str, int, str]:
+    """Return the host and the port of the rendezvous, and the name of the option that gives the port."""
     host, port = options.master_addr.strip("[]"), options.master_port
     if options.rdzv_endpoint:
         try:
             host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, default_port)
         except ValueError as error:
             raise UsageError(explain(str(error), value=options.rdzv_endpoint, fix="give HOST:PORT")) from error
-    return host, default_port if port is None else port
+    option = "--rdzv-endpoint" if options.rdzv_endpoint else "--master-port"
+    return host, default_port if port is None else port, option
 
 
 def _silence_s(settings: Mapping[str, Any]) -> float:

@@ -103,17 +103,25 @@ class Attempt:
         return {name: str(value) for name, value in found.items()}
 
 
-def meeting_point(host: str, port: int, secret: bytes | None, interface: str | None) -> MeetingPoint:
+def meeting_point(
+    host: str, port: int, secret: bytes | None, interface: str | None, port_option: str = "--master-port"
+) -> MeetingPoint:
     """Return the address at which agents meet. Only "localhost" and loopback addresses mean that all agents are on one machine.
 
     Args:
         host, port: the address of node 0 in the options of the agents.
         secret: the secret that joining needs; None without one.
         interface: the network interface that the user named; None: the one that leads to ``host``.
+        port_option: the option that gives ``port``, for errors.
     """
     is_loopback_meant = host == "localhost" or (interfaces.is_address(host) and interfaces.is_loopback(host))
     return MeetingPoint(
-        host, port, secret=secret or b"", is_loopback_meant=is_loopback_meant, interface=interface or ""
+        host,
+        port,
+        secret=secret or b"",
+        is_loopback_meant=is_loopback_meant,
+        interface=interface or "",
+        port_option=port_option,
     )
 
 
@@ -170,7 +178,7 @@ class FixedRendezvous:
         With -H the process opens a store on loopback before it becomes the agent; other hosts reach that through a ``Door``.
         """
         try:
-            kept = keep(self._point, STORE_S)
+            kept = keep(self._point, STORE_S, warn=say)
         except UsageError:
             if self._num_nodes == 1 or isinstance(self._point, PortSequence):
                 raise
@@ -214,7 +222,8 @@ class FixedRendezvous:
         """Connect to the store of node 0, and start to send heartbeats to the other agents there."""
         if self._kept is None:
             rank = self._node_rank if isinstance(self._point, PortSequence) else None
-            self._kept = join(self._point, rank, self._timeout_s, who=f"the store of {_NODE_0}", fix=JOIN_FIX)
+            who = f"the store of {_NODE_0}"
+            self._kept = join(self._point, rank, self._timeout_s, who=who, fix=JOIN_FIX, operation_s=STORE_S)
         prefix, answers = f"{_AGENTS}/{self._run_id}/", Client(self._silence_s)
         self._shared = PatientStore(self._kept.store, prefix, answers, num_pollers=self._num_nodes)
         where = "" if self._kept.host == LOOPBACK else f" ({self._kept.host}:{self._kept.port})"
