@@ -81,7 +81,7 @@ class Job:
 
     def begin(self, ranks: Iterable[int]) -> None:
         """Reset the state for an attempt with these ranks."""
-        self.living = set(ranks)
+        self.living = set(ranks)  # the ranks whose processes run; the agent adds a rank that it replaced
         self.codes: dict[int, int] = {}  # exit codes of the ranks that have ended; negative for a signal
         self._outcome: Outcome | None = None  # how the attempt will end; set when its ranks begin to be stopped
         self._pending: list[Send] = []
@@ -136,7 +136,6 @@ class Job:
                 for rank, code in self.failed.items():
                     self.restarts_left -= 1
                     del self.codes[rank]
-                    self.living.add(rank)
                     found.append(Replace(rank, code))
                 return found
             self._stop_ranks(Outcome.FAILED, signal.SIGTERM, now)

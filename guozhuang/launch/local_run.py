@@ -124,7 +124,6 @@ class LocalRun(NodeRun):
     def _start_rank(self, local_rank: int, environ: dict[str, str]) -> None:
         """Start the process of a rank; only then the rank counts as living: nothing waits for one that could not be started."""
         rank = int(environ["RANK"])
-        self._job.living.discard(rank)
         if self._logs is not None:
             places = [each.get(local_rank) or "" for each in (self._logs.files.stdouts, self._logs.files.stderrs)]
         else:
@@ -318,6 +317,11 @@ class TorchrunLogs:
     def __init__(self, config: LaunchConfig, environs: dict[int, dict[str, str]]) -> None:
         assert config.logs_specs is not None
         self.files: LogsDest = config.logs_specs.reify(environs)
+        # A plug-in for --logs-specs may name files of an earlier attempt or run. Empty them: each rank appends to its files, so
+        # that the process that replaces a failed rank keeps the lines of the earlier one.
+        for path in filter(None, (*self.files.stdouts.values(), *self.files.stderrs.values())):
+            with open(path, "wb"):
+                pass
         self._stack = contextlib.ExitStack()
         self._tails: list[TailLog] = []
         prefixes = _prefixes(config, environs)

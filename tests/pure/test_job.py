@@ -65,8 +65,16 @@ def test_a_restart_of_another_node_costs_none_of_ours() -> None:
 def test_survivors_are_kept_while_single_ranks_are_replaced(failed: dict[int, int]) -> None:
     job = begun(policy=Policy.KEEP_SURVIVORS, max_restarts=3)
     assert end(job, failed, 1.0) == [Replace(rank, code) for rank, code in failed.items()]
-    assert job.living == {0, 1, 2} and job.restarts_left == 3 - len(failed) and not job.failed
+    assert job.living == {0, 1, 2} - failed.keys() and job.restarts_left == 3 - len(failed) and not job.failed
+    job.living |= failed.keys()  # as the agent does, once it has started them
     assert end(job, {0: 0, 1: 0, 2: 0}, 2.0) == [Over(Outcome.SUCCEEDED)]
+
+
+def test_a_rank_whose_replacement_was_not_started_is_not_waited_for() -> None:
+    job = begun(2, policy=Policy.KEEP_SURVIVORS, max_restarts=2)
+    assert end(job, {0: 7, 1: 7}, 1.0) == [Replace(0, 7), Replace(1, 7)]
+    job.stop(1.0)
+    assert job.turn(1.0) == [Over(Outcome.STOPPED)]
 
 
 def test_survivors_are_ended_when_no_restart_is_left() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.run import config_from_args
+
 from guozhuang.launch.console.streams import LogFile, Trace
+from guozhuang.launch.local_run import TorchrunLogs
+from guozhuang.launch.options import plan as options
 
 
 def append(path: Path, text: str) -> None:
@@ -42,3 +48,21 @@ def test_all_of_a_file(tmp_path: Path) -> None:
     path.write_text("one\ntwo")
     assert LogFile(str(path), whole=True).finish() == [b"one", b"two"]
     assert LogFile(str(tmp_path / "none"), whole=True).finish() == []
+
+
+def test_an_attempt_empties_files_that_a_plug_in_names_again(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+
+    class FixedPaths(LogsSpecs):
+        @property
+        def root_log_dir(self) -> str:
+            return str(tmp_path)
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            return LogsDest(stdouts={0: str(path)}, stderrs={0: ""})
+
+    plan = options.plan(options.read([__file__]), {})
+    config = dataclasses.replace(config_from_args(plan.elastic)[0], logs_specs=FixedPaths())
+    path.write_text("of yesterday\n")
+    TorchrunLogs(config, {0: {"RANK": "0"}}).close()
+    assert path.read_text() == ""
