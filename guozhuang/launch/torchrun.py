@@ -64,7 +64,11 @@ class TorchElasticRun(NodeRun):
                 config.rdzv_configs = _FASTER | config.rdzv_configs
             try:
                 with _silence(), _explained(config):
-                    return self._launch()
+                    report = self._launch()
+                # While signals are handled, because the reader of our output may take nothing for any time.
+                self._crew.end_all(0.0)
+                self._output.close()
+                return report
             except SignalException as error:
                 self._signals.is_signalled = True
                 raise SignalledError(int(error.sigval)) from error

@@ -7,18 +7,24 @@ import os
 import pty
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from guozhuang.launch import guard, node_run, torchrun
 from guozhuang.launch.console import output
 from guozhuang.launch.console.lines import Lines
 from guozhuang.launch.console.output import Output
 from guozhuang.launch.console.screen import Screen
 from guozhuang.launch.console.streams import NamedPipe, OwnTerminal, Stream, Trace
 from guozhuang.launch.console.target import Target
+from guozhuang.launch.options import plan as options
+from guozhuang.launch.request import Request
+from guozhuang.launch.signals import SignalledError
+from tests.ranks import free_port
 from tests.waiting import until
 
 
@@ -142,6 +148,35 @@ def test_who_was_interrupted_while_closing_does_not_wait_again(reader: Reader, t
     assert time.monotonic() - begin < 5
     assert reader.read(b"hello\n").endswith(b"[0] hello\n")
     out._thread.join(5)
+
+
+def test_a_signal_ends_an_elastic_run_whose_output_nobody_takes(
+    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (guard.VARIABLE, torchrun._NOT_SHARED):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(node_run, "_OUTPUT_S", 0.1)
+    words = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", __file__]
+    run = torchrun.TorchElasticRun(options.plan(options.read(words), {}), Request())
+
+    def succeed(*_: object) -> None:
+        run._output.say("all is well")
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    monkeypatch.setattr(torchrun, "elastic_launch", lambda *_: succeed)
+    reader.fill()
+
+    def too_late(*_: object) -> None:
+        raise AssertionError("the signal came when the run handled none any more")
+
+    before = signal.signal(signal.SIGTERM, too_late)
+    try:
+        with contextlib.closing(run), pytest.raises(SignalledError, match="SIGTERM"):
+            run.run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert reader.read(b"well\n").endswith(b"guozhuang run: all is well\n")
+    run._output._thread.join(5)
 
 
 def test_an_interrupted_restart_loses_nothing(reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
