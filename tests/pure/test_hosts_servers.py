@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +16,8 @@ from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
 from guozhuang.launch.hosts import failure as hosts_failure
+from guozhuang.launch.hosts import node, placement
 from guozhuang.launch.hosts import options as hosts
-from guozhuang.launch.hosts import placement
 from guozhuang.launch.hosts.frames import ServerEnded
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.run import HostsRun
@@ -107,6 +111,30 @@ def test_what_cannot_work_without_hosts_is_refused(tmp_path: Path, words: list[s
         found = options.read([*words, str(script)])
         assert not hosts.is_asked_for(found)
         options.plan(found, {})
+
+
+def test_a_signal_while_the_watch_of_a_host_of_servers_begins_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoServers:
+        def __init__(self, *_: object) -> None: ...
+
+        def start(self, address: str) -> None: ...
+
+        def close(self) -> None: ...
+
+    @contextlib.contextmanager
+    def watched() -> Iterator[None]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield
+
+    said: list[Any] = []
+    host = SimpleNamespace(
+        _config=SimpleNamespace(serves=[0], num_servers=1),
+        _channel=SimpleNamespace(watched=watched, say=said.append),
+        _is_store_there=lambda: True,
+    )
+    monkeypatch.setattr(node, "Servers", NoServers)
+    assert node.Node._serve(host, 1) == 1  # type: ignore[arg-type]
+    assert said == [ServerEnded("its servers were told to end by SIGTERM")]
 
 
 class MadeUp(Link):

@@ -97,8 +97,9 @@ class Node:
 
     def _serve(self, port: int) -> int:
         servers = Servers(self._config.serves, self._config.num_servers, say)
-        with Signals(ENDING) as signals, contextlib.closing(servers), self._channel.watched():
-            signals.note()
+        signals = Signals(ENDING)
+        signals.note()
+        with signals, contextlib.closing(servers), self._channel.watched():
             servers.start(f"127.0.0.1:{port}")
             self._channel.say(frames.ServerEnded(_end_of_servers(servers, signals.noted, self._is_store_there)))
         return 1
