@@ -329,9 +329,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         """Tell whether the next forward begins with a broadcast of the buffers."""
         if not (self.require_forward_param_sync and self.forward_sync_buffers):
             return False
-        return any(
-            name not in self.parameters_to_ignore for name, _ in self.module.named_buffers()
-        )  # a generator, so that the search stops at the first such buffer
+        return any(name not in self.parameters_to_ignore for name, _ in self.module.named_buffers())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

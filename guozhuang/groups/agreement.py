@@ -103,9 +103,8 @@ class StoreNotices:
         """Write this rank's notice about a step; do nothing if the store is gone."""
         with contextlib.suppress(RuntimeError):
             self._call(self._store.set, f"{step}/{self._rank}", text)
-            self._call(
-                self._store.add, f"{step}/count", 1
-            )  # last, so that a rank that reads the new count also finds the notice
+            # Last, so that a rank that reads the new count also finds the notice.
+            self._call(self._store.add, f"{step}/count", 1)
 
     def read(
         self, step: int, patience_s: float, is_enough: Callable[[dict[int, str]], bool] = lambda found: False

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
-
-from guozhuang import units
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
 import argparse
 import platform
 import shlex
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import psutil
 import torch
 
-from guozhuang import strategies, timeline
+from guozhuang import strategies, timeline, units
 from guozhuang.lab.contender import Contender
 from guozhuang.lab.measure import difference
 from guozhuang.lab.plan import FEWEST_ROUNDS, ComparisonPlan, add_arguments, notes_of, plan_of
@@ -46,6 +39,9 @@ from guozhuang.lab.runs import Runs, ended_by_signals, new_folder
 from guozhuang.lab.verdict import SETTLED, judge, settled, short
 from guozhuang.lab.worker import RunSpec
 from guozhuang.world.machine import processor_name, usable_cores
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["add_arguments", "run"]
 

@@ -55,9 +55,8 @@ class EngineStore:
         self._processes: dict[int, Process] = {}  # by rank, as far as they have been read
         self._client = Client(_STORE_S, retries=True, starts=True)
         reports = dist.PrefixStore("report", store)
-        self._notices = StoreNotices(
-            reports, rank, size, self._client.call
-        )  # all under step 0: why ranks left or failed
+        # All notices stand under step 0: why ranks left or failed.
+        self._notices = StoreNotices(reports, rank, size, self._client.call)
         store.set(f"card/{rank}", str(this_process(self._node)))
 
     def close(self) -> None:

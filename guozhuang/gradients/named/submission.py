@@ -163,8 +163,7 @@ class Handle:
     def end(self, error: NegotiationError | None = None) -> None:
         """Complete the handle, with an error or without, and wake waiting threads; a handle that has ended does not change."""
         if not self.has_ended:
-            self.submission = replace(
-                self.submission, tensors=(), outputs=None
-            )  # a program that keeps the handle must not keep the inputs alive
+            # A program that keeps the handle must not keep the inputs alive.
+            self.submission = replace(self.submission, tensors=(), outputs=None)
             self._error, self.has_ended = error, True
             self._ended.release()

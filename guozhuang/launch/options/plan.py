@@ -256,7 +256,6 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
 
 def _interface(found: argparse.Namespace, environ: Mapping[str, str], node: LaunchedNode | None) -> dict[str, str]:
     """Return the variables that give gloo and NCCL the network interface to the other nodes."""
-
     if node is not None and node.meeting_point is not None:
         own = interfaces.own_address(node.meeting_point.hosts, node.meeting_point.others)
         ours = interfaces.holding(own)

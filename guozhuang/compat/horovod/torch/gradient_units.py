@@ -179,9 +179,8 @@ class GradientUnits(BackwardPasses):
 
     @override
     def _opened(self, channel: NamedChannel) -> None:
-        fuses = (
-            channel.settings.fusion_threshold_bytes > 0 and channel.settings.autotune is None
-        )  # autotuning needs the name of each gradient, which buckets lack
+        # Autotuning needs the name of each gradient, which buckets lack.
+        fuses = channel.settings.fusion_threshold_bytes > 0 and channel.settings.autotune is None
         if self._is_agreed or self._is_grouped or not (self._is_elementwise and self.hooked and fuses):
             return
         description = [

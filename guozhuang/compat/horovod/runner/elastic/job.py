@@ -122,9 +122,8 @@ class ElasticJob:
         self._succeeded: Worker | None = None
         self._succeeded_at = -math.inf
         self._is_dismissed = False
-        self._notified: set[int] = (
-            set()
-        )  # numbers of the workers, new or without a slot, of which running workers were notified in this round
+        # Numbers of the workers, new or without a slot, of which running workers were notified in this round.
+        self._notified: set[int] = set()
         self._num_empty = 0  # rounds in a row in which no worker completed hvd.init()
         self._messages: list[str] = []
         self._short_since = self._broken_since = -math.inf
