@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from guozhuang.launch.console import display
+from guozhuang.launch.console.screen import Screen
 from guozhuang.launch.hosts import failure as hosts_failure
+from guozhuang.launch.hosts.failure import LOST, HostFailure
 from guozhuang.launch.hosts.frames import RanksFinished
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.options import plan
@@ -62,6 +67,62 @@ def test_ranks_get_as_long_as_the_user_gave_them(run: HostsRun) -> None:
     assert run._grace_s(30.0) == run._grace_s(10.0) == 125.0
     run._wanted = dataclasses.replace(run._wanted, shutdown_timeout_s=3)
     assert run._grace_s(30.0) == 30.0
+
+
+@pytest.mark.parametrize(
+    ("drawn", "reset"),
+    [
+        (b"\x1b[?25l\x1b[?1049h\x1b[Hfull screen", b"\x1b[?1049l\x1b[?25h"),
+        (b"\x1b[?25l\r[0] 10%", b"\n\x1b[?25h"),
+    ],
+)
+@pytest.mark.parametrize("end", ["lost", "signal", "error"])
+def test_the_terminal_is_reset_for_a_host_that_cannot(
+    run: HostsRun, monkeypatch: pytest.MonkeyPatch, end: str, drawn: bytes, reset: bytes
+) -> None:
+    """Rank 0 draws when its host is lost, so neither it nor its agent shows the cursor or leaves the full screen."""
+    shown: list[bytes] = []
+    terminal = SimpleNamespace(screen=Screen(shown.append, True), is_terminal=True, colour=True)
+    monkeypatch.setattr(display, "Target", lambda *_, **__: terminal)
+    run._display = display.Display()
+
+    def start() -> None:
+        run._display.take(run._links[0], "stderr", drawn)
+        if end == "lost":
+            run._links[0].is_closed = True
+            run._failures = [HostFailure(run._links[0], LOST, "was lost")]
+        elif end == "signal":
+            run._signals.append(signal.SIGTERM)
+        else:
+            raise RuntimeError
+        run._follow(lambda: False)
+
+    monkeypatch.setattr(run, "_start", start)
+    if end == "error":
+        with pytest.raises(RuntimeError):
+            run.run()
+    else:
+        assert run.run() == (LOST if end == "lost" else 128 + signal.SIGTERM)
+    data = b"".join(shown)
+    assert data.startswith(drawn)
+    for each in (b"\x1b[?1049l", b"\x1b[?25h"):
+        assert data.count(each) == reset.count(each)
+    _, *told = data.partition(b"\x1b[?1049l" if b"1049" in drawn else drawn)[2].split(b"guozhuang run: ")
+    assert [line.partition(b"\n")[0].decode() for line in told] == {
+        "lost": ["host a was lost", "then host b was ended because of it"],
+        "signal": [
+            "got SIGTERM; ending the ranks of 2 hosts",
+            *[f"then host {each} was ended because of it" for each in "ab"],
+        ],
+        "error": [],
+    }[end]
+
+
+def test_an_error_leaves_no_descriptor_open(run: HostsRun) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(KeyError), run._caught_signals():
+        raise KeyError
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_host_is_the_cause_unless_its_agent_says_otherwise() -> None:

@@ -66,11 +66,17 @@ class Display:
             self._of(link, stream).finish()
 
     def say(self, text: str) -> None:
-        """Print a message of the launcher on standard error, in a line of its own."""
+        """Print a message of the launcher on standard error, in a line of its own.
+
+        While rank 0 has the full screen the message is held back, until rank 0 leaves it or ``end_lines`` is called.
+        """
         self._targets["stderr"].screen.lines(b"", f"{WHO}: {text}".encode(errors="replace").split(b"\n"))
 
     def end_lines(self) -> None:
-        """End unfinished lines on the screen, so that the next output, such as the shell's, begins in a new line."""
+        """End unfinished lines and reset the screen, so that the next output, such as the shell's, begins in a new line.
+
+        A rank or agent that was killed cannot leave the full screen or show the cursor itself.
+        """
         for target in self._targets.values():
             target.screen.end()
 

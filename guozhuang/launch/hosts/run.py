@@ -122,6 +122,7 @@ class HostsRun:
                 if link.has_started and not link.is_closed:
                     link.abandon()
             self._selector.close()
+            self._display.end_lines()
 
     @property
     def _of_ranks(self) -> list[Link]:
@@ -293,6 +294,7 @@ class HostsRun:
         self._end(self._grace_s(_FAILED_GRACE_S))
         self.may_try_again = first.is_of_script and not self._signals
         self.failed = hosts_failure.summary(first)
+        self._display.end_lines()
         self._display.say(f"{first.link.title} {first.text}")
         if first.report is not None and first.report.text:
             self._display.say(first.report.text)
@@ -310,6 +312,7 @@ class HostsRun:
         name = signal.Signals(number).name
         self._display.say(f"got {name}; ending the ranks of {len(self._of_ranks)} hosts")
         self._end(self._grace_s(_ASKED_GRACE_S), number)
+        self._display.end_lines()
         self._report_ended()
         return 128 + number
 
@@ -395,5 +398,5 @@ class HostsRun:
                 if can_pause:
                     signal.signal(signal.SIGTSTP, signal.SIG_DFL)
                 self._selector.unregister(waker)
-            os.close(waker)
-            os.close(wake)
+                os.close(waker)
+                os.close(wake)
