@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guozhuang.launch.console.escapes import rows_up, without_escapes
-from guozhuang.launch.console.lines import MAX_LINE, Lines
+from guozhuang.launch.console import lines
+from guozhuang.launch.console.escapes import is_plain, is_plain_begin, rows_up, without_escapes
+from guozhuang.launch.console.lines import MAX_LINE, Lines, LiveText, WholeLines
 from guozhuang.launch.console.screen import Screen, mark
 from tests.glass import Glass
 
@@ -63,6 +66,63 @@ def test_a_line_without_end_is_bounded() -> None:
     for step in range(MAX_LINE):
         assert bar.feed(b"\r%d" % step) == []
     assert bar.rest() == [b"%d" % (MAX_LINE - 1)]
+
+
+# The parts in which output arrives, the seconds after each, and the lines that are shown.
+ARRIVALS: dict[str, tuple[list[bytes], float, list[bytes]]] = {
+    "reads that always end inside a line": (
+        [b"x" * 9 + b"\n" + b"y" * 5, *[b"y" * 4 + b"\n" + b"y" * 5] * 9, b"y" * 4 + b"\n"], 0.3, [b"x" * 9, *[b"y" * 9] * 10],
+    ),
+    "dots of a slow progress": ([*[b"."] * 9, b"done\n"], 0.5, [b"." * 9 + b"done"]),
+    "a prompt, and what is written a long time later": ([b"name? ", b"x\n"], 1.5, [b"name? ", b"x"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ARRIVALS)
+def test_a_line_is_cut_only_where_a_rank_paused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, pause_s, shown = ARRIVALS[case]
+    now = [0.0]
+    monkeypatch.setattr(lines, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    paper = Paper(is_terminal=False)
+    stream = WholeLines(paper.screen, M1)
+    for part in parts:
+        stream.feed(part)
+        for _ in range(10):
+            now[0] += pause_s / 10
+            stream.show_what_waits()
+    assert paper.data.splitlines() == [M1 + line for line in shown]
+
+
+def test_megabytes_without_a_line_end_take_little_time() -> None:
+    """A pseudo terminal gives 4 KiB a read: what is held back must not be looked through again and again."""
+    paper = Paper(is_terminal=True)
+    stream = LiveText(paper.screen, M0)
+    begin = time.process_time()
+    for _ in range(256):
+        stream.feed(b"x" * 4096)
+    stream.finish()
+    assert time.process_time() - begin < 3
+    assert paper.data == M0 + b"x" * (256 * 4096)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_beginning"),
+    [
+        (b"", True),
+        (b"text", True),
+        (b"\x1b[31mred\x1b[0m " * 1000, True),
+        (b"\x1b[31mred\x1b[0m " * 1000 + b"\x1b[3", True),
+        (b"\x1b[1" + b";1" * 1000, True),
+        (b"red\x1b", True),
+        (b"\x1b[31mred\x1b[0m " * 1000 + b"\x1b[2K", False),
+        (b"\x1b]0;title", False),
+        (b"text\r", False),
+    ],
+)
+def test_the_beginning_of_a_plain_line(text: bytes, is_beginning: bool) -> None:
+    is_cut = text.endswith((b"\x1b", b"[3", b";1"))
+    assert is_plain_begin(text) is is_beginning and is_plain(text + b"\n") is (is_beginning and not is_cut)
+    assert is_plain((text + b"\n") * 2) is (is_beginning and not is_cut)
 
 
 # What is written to a screen, and the bytes that it shows: bytes are of rank 0, a list is lines of rank 1, None is the end.

@@ -11,8 +11,9 @@ _MAX_DIGITS = 9  # a number with more digits is not parsed: int() raises for som
 ESCAPE = rb"\x1b\[([0-?]*)[ -/]*([@-~])|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"
 _ESCAPE = re.compile(ESCAPE)
 # Match whole lines, and the beginning of a line, that have no escape sequences except colours.
-_PLAIN = re.compile(rb"(?:(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*\n)+")
-_PLAIN_BEGIN = re.compile(rb"(?:[^\r\n\x1b]|\x1b\[[0-9;]*m)*(?:\x1b(?:\[[0-9;]*)?)?")
+_PLAIN_LINE = rb"[^\r\n\x1b]*(?:\x1b\[[0-9;]*m[^\r\n\x1b]*)*"
+_PLAIN = re.compile(rb"(?:" + _PLAIN_LINE + rb"\n)+")
+_PLAIN_BEGIN = re.compile(_PLAIN_LINE + rb"(?:\x1b(?:\[[0-9;]*)?)?")
 
 
 def without_escapes(data: bytes) -> bytes:

@@ -11,7 +11,7 @@ from guozhuang.launch.console.screen import Screen
 # Maximum bytes of a line; a longer line is passed on in pieces, so that memory stays bounded whatever a rank writes.
 MAX_LINE = 65536
 _MAX_DRAWN = 4096  # bytes; a longer unfinished line with carriage returns is reduced to its last state
-# Seconds for which an unfinished line of a rank is held back; then it is shown like a whole line.
+# An unfinished line of a rank is held back until nothing was added to it for so many seconds; then it is shown.
 PATIENCE_S = 1.0
 # Seconds for which the beginning of a line of rank 0 is held back, whose output is shown as it arrives. Python writes a line in
 # several parts, and a pipe may cut a line anywhere: without this delay lines of other ranks would come between the parts.
@@ -68,12 +68,11 @@ class WholeLines:
     def __init__(self, screen: Screen, mark: bytes, timestamps: bool = False) -> None:
         self._screen, self.mark, self._timestamps = screen, mark, timestamps
         self._lines = Lines()
-        self._since = 0.0  # when the unfinished line began to wait, by the monotonic clock
+        self._since = 0.0  # when the last bytes came, by the monotonic clock
 
     def feed(self, data: bytes) -> None:
         """Show the lines that these bytes complete."""
-        if not self.is_waiting:
-            self._since = time.monotonic()
+        self._since = time.monotonic()
         self._show(self._lines.feed(data))
 
     @property
@@ -82,7 +81,7 @@ class WholeLines:
         return self._lines.is_waiting()
 
     def show_what_waits(self) -> None:
-        """Show the unfinished line if it has been held back for ``patience_s`` seconds."""
+        """Show the unfinished line if nothing was added to it for ``patience_s`` seconds."""
         if self.is_waiting and time.monotonic() > self._since + self.patience_s:
             self.finish()
 
@@ -111,9 +110,9 @@ class LiveText:
         self._since = 0.0  # when the held-back text began to wait, by the monotonic clock
 
     def feed(self, data: bytes) -> None:
-        """Show whole lines and progress bars at once, and hold back the beginning of a plain line."""
+        """Show whole lines and progress bars at once, and hold back the beginning of a plain line unless it is very long."""
         whole, end, held = (self._held + data).rpartition(b"\n")
-        if not is_plain_begin(held):
+        if len(held) > MAX_LINE or not is_plain_begin(held):
             whole, end, held = whole + end, held, b""
         if end or not self._held:
             self._since = time.monotonic()
