@@ -16,8 +16,8 @@ from typing import Any
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-class SignalledError(Exception):
-    """Raised when the agent gets a signal that ends the run."""
+class SignalledError(BaseException):
+    """Raised when the agent gets a signal that ends the run; no ``Exception``, because code may suppress those."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"got {signal.Signals(number).name}")

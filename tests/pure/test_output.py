@@ -220,6 +220,39 @@ def test_a_mistake_with_one_rank_stops_nobody(tmp_path: Path, monkeypatch: pytes
     assert [line for _, line in stream._trace.lines] == ["two"], "it is still kept for the report"
 
 
+def test_a_screen_that_fails_ends_no_thread(reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails, the pipes of the ranks must be emptied: a rank would wait for room without limit."""
+    out = Output()
+    out.begin([0, 1])
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    places = [out.pipes(rank, str(tmp_path / str(rank))).stdout for rank in range(2)]
+    for name in ("lines", "live", "end"):
+        monkeypatch.setattr(Screen, name, lambda *_: 1 // 0)
+    for place in places:
+        write(place, b"one\n")
+        write(place, b"two\n" * (1 << 18))  # more than a pipe holds
+    out.close(20)
+    assert not out._thread.is_alive()
+    assert all(list(trace.lines)[-1][1] == "two" for trace in out.traces.values()), "they are kept for the report"
+
+
+def test_a_signal_is_no_mistake_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread reads what ranks have left, too: a signal must end the run, and not what is shown of a rank."""
+
+    def signalled(lines: Lines, data: bytes) -> list[bytes]:
+        raise SignalledError(signal.SIGTERM)
+
+    stream = Stream(NamedPipe(str(tmp_path / "pipe")), 1, Trace(), Screen(lambda data: None, False), False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lines, "feed", signalled)
+        write(stream._way.path, b"one\n")
+        with pytest.raises(SignalledError):
+            stream.read()
+    assert stream._shown is not None
+    stream.finish()
+
+
 def test_a_terminal_that_has_gone_is_not_asked_for_its_size() -> None:
     master, real = pty.openpty()
     stream = Stream(OwnTerminal(real, 4), 0, Trace(), None, False)

@@ -359,7 +359,8 @@ class Output:
             trace.keep(file.finish())
             self._files.pop(0)
         for target in self._targets:
-            target.screen.end()
+            with contextlib.suppress(Exception):  # the end of the output thread is awaited, so it must not fail
+                target.screen.end()
 
     def _finish(self, stream: Stream, deadline: float) -> None:
         with contextlib.suppress(KeyError):

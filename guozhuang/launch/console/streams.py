@@ -225,7 +225,8 @@ class Stream:
             self._lines, shown, self._shown = Lines(), self._shown, None
             if shown is not None and self._screen is not None:
                 text = f"{WHO}: no more is shown of what this rank prints there: {type(error).__name__}: {error}"
-                self._screen.lines(shown.mark, [text.encode(errors="replace")])
+                with contextlib.suppress(Exception):  # the screen itself may be what fails
+                    self._screen.lines(shown.mark, [text.encode(errors="replace")])
 
     def _take_in(self, data: bytes) -> None:
         self._trace.keep(self._lines.feed(data), self._draws)
