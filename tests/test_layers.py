@@ -242,3 +242,31 @@ def test_nothing_is_left_undone() -> None:
             raised = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Raise) and n.exc is not None]
             found += [f"{module_of(path)}: {line}" for line in raised if "NotImplementedError" in line]
     assert not found, "raise a UsageError, or make it abstract"
+
+
+def file_named(words: str, path: Path) -> str:
+    """The file, or its end, that a reference in ``path`` names: "rounds.py", "``net.client``" or "the package"."""
+    if words == "the package":
+        return f"{path.parent.name}/__init__.py"
+    name = words.strip("`.")
+    return name if name.endswith((".py", ".c", ".h")) else name.replace(".", "/") + ".py"
+
+
+def test_every_note_stands_in_the_file_that_a_reference_names() -> None:
+    """A note begins a line. A file refers to its own notes, or says at least once "[Note: title] in FILE"."""
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*") if path.suffix in {".py", ".c", ".h"}}
+    begins = re.compile(r'^[\s#*/"]*\[Note: ([^\]\n]+)\](?:$| (?!in ))', re.MULTILINE)
+    refers = re.compile(r"\[Note: ([^\]]+)\](?: in (the package|[`\w./]+))?")
+    notes = {path: set(begins.findall(text)) for path, text in texts.items()}
+    wrong, num = [], 0
+    for path, text in texts.items():
+        named: dict[str, set[str]] = {}
+        for title, words in refers.findall(re.sub(r"\s*\n[\s#*]*", " ", text)):
+            named.setdefault(title, set()).update({file_named(words, path)} if words else ())
+            num += 1
+        for title, files in named.items():
+            there = [each.as_posix() for each in texts if title in notes[each]]
+            lost = [file for file in files if not any(each.endswith(f"/{file}") for each in there)]
+            if lost or not (files or title in notes[path]):
+                wrong.append(f"{path.relative_to(ROOT)}: [Note: {title}] in {', '.join(lost) or 'this file'}")
+    assert num > 200 and not wrong

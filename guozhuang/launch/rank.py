@@ -62,7 +62,10 @@ def _end_with_the_agent(agent: int) -> bool:
 
 
 def _use_terminal(path: str, descriptor: int) -> None:
-    """Open a terminal as this descriptor, but not as the controlling terminal. See [Note: the terminal of rank 0]."""
+    """Open a terminal as this descriptor, but not as the controlling terminal.
+
+    See [Note: the terminal of rank 0] in console/streams.py.
+    """
     try:
         terminal = os.open(path, os.O_RDWR | os.O_NOCTTY)
     except OSError:
