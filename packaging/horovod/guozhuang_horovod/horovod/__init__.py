@@ -12,7 +12,7 @@ _OURS = "guozhuang.compat.horovod"  # copies of this file are recognized by this
 
 
 def _is_ours(spec: importlib.machinery.ModuleSpec) -> bool:
-    """Return whether a spec is of this file or a copy of it. A module whose source cannot be read is none."""
+    """Return whether an import spec belongs to this file or a copy of it; False if its source cannot be read."""
     if os.path.basename(os.path.dirname(os.path.dirname(spec.origin or ""))) in ("on_path", "guozhuang_horovod"):
         return True
     try:
@@ -22,16 +22,16 @@ def _is_ours(spec: importlib.machinery.ModuleSpec) -> bool:
 
 
 def _real() -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of the real Horovod, from the rest of the path or another finder; None if it is not installed."""
+    """Search the rest of ``sys.path`` and other finders for the real Horovod; return its import spec, or None."""
     here = os.path.realpath(os.path.dirname(os.path.dirname(__file__)))
     for entry in sys.path:
         if os.path.realpath(entry or os.curdir) == here:
             continue
         spec = importlib.machinery.PathFinder.find_spec(__name__, [entry])
-        # A spec without a loader is a mere folder of that name.
+        # A spec without a loader belongs to a folder named ``horovod`` that holds no package.
         if spec is not None and spec.loader is not None and not _is_ours(spec):
             return spec
-    for finder in sys.meta_path:  # for one, the finders of packages installed in editable mode
+    for finder in sys.meta_path:  # such as those of packages installed in editable mode
         if finder is not importlib.machinery.PathFinder and hasattr(finder, "find_spec"):
             spec = finder.find_spec(__name__, None)
             if spec is not None and spec.loader is not None and not _is_ours(spec):
