@@ -24,7 +24,7 @@ from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
 from guozhuang.launch.request import environment_of_launchers
 from guozhuang.net.client import PatientStore
 from guozhuang.net.meet import roll_call
-from guozhuang.net.store import serve
+from guozhuang.net.store import connect, serve
 from guozhuang.world import session
 from guozhuang.world.discovery import discover
 from tests.waiting import until
@@ -175,6 +175,49 @@ def test_a_driver_that_does_nothing_is_given_up() -> None:
         assert isinstance(found, worker.SilentDriverError) and 1.0 < time.monotonic() - began < 15.0
     finally:
         meeting.worker.close()
+
+
+class StoppedStore:
+    """A connection to a store whose process can be stopped, and continued: until then no call is answered."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.runs = store, threading.Event()
+        self.runs.set()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.runs.wait(60)
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
+def test_a_driver_that_was_silent_for_a_while_is_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that was stopped, or cut off: when it is back, commits and the watch over lost workers work as before."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(worker, "connect", lambda *where: StoppedStore(connect(*where)))
+    meeting = Meeting(2.0)
+    here, board, store = meeting.worker, meeting.board, meeting.worker._store.inner
+    assert isinstance(store, StoppedStore)
+
+    def updates() -> list[Any]:
+        with contextlib.suppress(worker.SilentDriverError):  # until the late answers have come
+            return here.updates()
+        return []
+
+    try:
+        meeting.join(lambda: board.announce(1, False, [[4]], [""]))
+        store.runs.clear()
+        with pytest.raises(worker.SilentDriverError, match="has not answered"):
+            here.updates()
+        board.update(HostUpdateResult.added, 3.0)
+        board.give_up(1, "rank 0 ended")
+        store.runs.set()
+        assert until(updates, 10.0)[0].timestamp == 3.0
+        assert here.has_lost(10.0)
+    finally:
+        store.runs.set()
+        here.close()
 
 
 class Rounds:

@@ -199,7 +199,7 @@ class Membership:
         store = _asked(
             lambda: client.within(limit_s, where, lambda: connect(driver.host, driver.port, limit_s), fix=_FIX)
         )
-        self._store = client.PatientStore(store, client=client.Client(limit_s), name=where)
+        self._store = client.PatientStore(store, client=client.Client(limit_s, retries=True), name=where)
         self._board = WorkerBoard(self._store, driver.worker)
         self._lost_peers = LostPeers(self._board)
         # End the threads at exit: the interpreter must not end while a thread is inside a call of PyTorch's store.
