@@ -185,9 +185,27 @@ def test_what_cannot_work_is_refused(line: str, words: str) -> None:
     assert words in str(caught.value) and "Fix:" in str(caught.value)
 
 
-def test_numbers_are_checked_when_they_become_variables() -> None:
-    with pytest.raises(UsageError, match="--cycle-time-ms must be a number of at least 0"):
-        static_run.variables_for(arguments.parse(["-np", "2", "--cycle-time-ms", "-1", *PROGRAM]))
+def test_parsed_numbers_are_numbers() -> None:
+    """A script that calls ``horovod.runner.launch.parse_args`` computes with them."""
+    line = "--cycle-time-ms 2.5 --fusion-threshold-mb 32 --gloo-timeout-seconds 9 --log-level DEBUG --autotune-log-file 1.0"
+    found = launch.parse_args(["-np", "2", *line.split(), "--thread-affinity", "0", *PROGRAM])
+    assert (found.cycle_time_ms, found.fusion_threshold_mb, found.gloo_timeout_seconds) == (2.5, 32, 9)
+    assert (found.log_level, found.autotune_log_file, found.thread_affinity) == ("DEBUG", "1.0", "0")
+    values = static_run.variables_for(found)
+    assert [values[f"HOROVOD_{name}"] for name in ("LOG_LEVEL", "AUTOTUNE_LOG")] == ["DEBUG", "1.0"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--cycle-time-ms", "-1", "--cycle-time-ms must be a number of at least 0"),
+        ("--num-nccl-streams", "0", "--num-nccl-streams must be a whole number of at least 1"),
+        ("--log-level", "chatty", "--log-level must be one of trace"),
+    ],
+)
+def test_options_of_the_engine_are_checked(option: str, value: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        arguments.parse(["-np", "2", option, value, *PROGRAM])
 
 
 def test_processes_would_take_what_they_are_told() -> None:
@@ -199,8 +217,6 @@ def test_processes_would_take_what_they_are_told() -> None:
         assert any(name.endswith(each.variable.removeprefix("!")) for name in static_run.variables_for(found)), (
             each.name
         )
-    with pytest.raises(UsageError, match="--num-nccl-streams must be a whole number of at least 1"):
-        static_run.variables_for(arguments.parse(["-np", "2", "--num-nccl-streams", "0", *PROGRAM]))
 
 
 def words(line: str) -> tuple[list[str], dict[str, str]]:
@@ -285,7 +301,7 @@ def test_errors_of_the_function_speak_of_its_arguments() -> None:
             {"num_proc": 1, "min_num_proc": 2},
         ),
         ("more ranks than there are slots, which are 2 (localhost:2)", {"num_proc": 3, "hosts": "localhost:2"}),
-        ("slots is for hosts whose slots are not said", {"min_num_proc": 1, "slots": 1}),
+        ("slots is for hosts whose number of slots is not given", {"min_num_proc": 1, "slots": 1}),
     ):
         warns = pytest.warns(DeprecationWarning) if "np" in asked else contextlib.nullcontext()
         with warns, pytest.raises(UsageError) as caught:

@@ -262,7 +262,7 @@ def check(found: argparse.Namespace) -> None:
             what = f"{', '.join(given)} serves only elastic runs, and this is none"
             raise UsageError(explain(what, fix="give --min-np N or --host-discovery-script, or leave it out"))
     elif found.slots is not None and not named:
-        what = "--slots-per-host is for hosts whose slots are not said, and no host is named"
+        what = "--slots-per-host is for hosts whose number of slots is not given, and no host is named"
         fix = "give -H, --hostfile or --host-discovery-script, or leave it out: this host takes --max-np processes, or -np"
         raise UsageError(explain(what, value=found.slots, fix=fix))
     if not found.command:

@@ -37,7 +37,7 @@ class Setting:
         return "--" + self.name.replace("_", "-")
 
     def checked(self, value: Any, where: str) -> Any:
-        """Check that a value is allowed for this option, and return it.
+        """Check that a value is allowed for this option, and return it: as a number if the option takes one.
 
         Args:
             value: the value from the command line or the file.
@@ -50,9 +50,10 @@ class Setting:
         if is_switch != isinstance(value, bool) or not isinstance(value, str | int | float):
             allowed = "true or false" if is_switch else "a text or a number"
             raise UsageError(explain(f"{where} must be {allowed}", value=value, fix=f"give {allowed}"))
-        if not is_switch:
-            parsed(self.variable.lower(), value, where)
-        return value
+        if is_switch:
+            return value
+        found = parsed(self.variable.lower(), value, where)
+        return str(value) if isinstance(found, str) else found  # a text stays as it was written
 
 
 SETTINGS = (
@@ -154,8 +155,13 @@ class Store(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        """Store the option's value; argparse calls this each time the option is given."""
-        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+        """Store the option's value; argparse calls this each time the option is given.
+
+        Raises:
+            UsageError: the value is not allowed.
+        """
+        value = self.const if self.nargs == 0 else _BY_NAME[self.dest].checked(values, self.option_strings[-1])
+        setattr(namespace, self.dest, value)
         namespace.given_later = {*getattr(namespace, "given_later", ()), self.dest}
 
 
@@ -237,12 +243,13 @@ def variables(found: argparse.Namespace) -> dict[str, str]:
         value = each.checked(value, each.option)
         if each.off is not None:
             value = int(value != each.variable.startswith("!"))
-        values["HOROVOD_" + each.variable.removeprefix("!")] = str(
-            value if each.factor == 1 else int(value) * each.factor
-        )
+        text = str(value * each.factor)
+        is_whole = isinstance(value, float) and value.is_integer()
+        values["HOROVOD_" + each.variable.removeprefix("!")] = text.removesuffix(".0") if is_whole else text
     return values
 
 
+_BY_NAME = {each.name: each for each in SETTINGS}
 # For each section and key of a configuration file: its ``Setting``, and whether the key means the opposite of the switch.
 _KEYS: dict[str, dict[str, tuple[Setting, bool]]] = {}
 for _each in SETTINGS:
