@@ -13,7 +13,7 @@ from torch import Tensor
 
 from guozhuang.groups.shared_memory import collectives
 from guozhuang.groups.shared_memory.collectives import Combining, MemoryRange, Window
-from guozhuang.groups.shared_memory.endpoint import REMEMBERED_BYTES, Endpoint, size_of
+from guozhuang.groups.shared_memory.endpoint import MOST_SEEN, REMEMBERED_BYTES, Endpoint, size_of
 from guozhuang.groups.shared_memory.program import DTYPE_OF, ChunkPlace, Op, Program
 from tests.pure import program_in_python
 
@@ -300,6 +300,12 @@ def test_remembered_programs_are_bounded_by_what_they_take(num_ranks: int) -> No
     link = Endpoint(None, SimpleNamespace(segments=[]), None, 0, 0)
     num = REMEMBERED_BYTES // size_of(programs[0]) + 5
     for i in range(num):
-        assert link.remembered(i, lambda i=i: programs[i % 20]) is programs[i % 20]
-    assert sum(size_of(program) for program in link._programs.values()) <= REMEMBERED_BYTES
-    assert link.remembered(num - 1, lambda: build(0)) is programs[(num - 1) % 20], "what came last is still there"
+        for _ in range(2):
+            assert link.remembered((i,), lambda i=i: programs[i % 20]) is programs[i % 20]
+    assert sum(size_of(program, key) for key, program in link._programs.values()) <= REMEMBERED_BYTES
+    last = ((num - 1,), programs[(num - 1) % 20])
+    assert link.remembered(last[0], lambda: build(0)) is last[1], "what came last is still there"
+    for i in range(3 * MOST_SEEN):
+        link.remembered((i, "once"), lambda: programs[0])
+    assert link.remembered(last[0], lambda: build(0)) is last[1], "keys that come only once push nothing out"
+    assert len(link._seen) <= MOST_SEEN

@@ -33,6 +33,7 @@ from .rendezvous import Peers
 MEETING: Final = Program(trailing_barrier=True)  # a program of one barrier: compares the ranks' calls, moves no data
 # About how much memory stored programs may take; one program takes some hundred bytes, with many ranks many kilobytes.
 REMEMBERED_BYTES: Final = 16 << 20
+MOST_SEEN: Final = 16384  # keys whose hashes are kept until they come again: about 1 MiB
 Terms = tuple[float, int]  # (time-out in seconds, microseconds that a wait spins before it sleeps)
 _PLACE: Final = struct.Struct("<Bqq")  # where a tensor lies: whether peers can map it, segment, offset in bytes
 
@@ -65,8 +66,9 @@ class Endpoint:
         self._what = b""  # the current operation in words
         self._deadline = 0.0
         self._spin_us = 0
-        self._programs: dict[Hashable, Program] = {}
+        self._programs: dict[int, tuple[tuple[Hashable, ...], Program]] = {}  # by the key's hash, with the key
         self._programs_bytes = 0
+        self._seen: set[int] = set()  # hashes of keys that have come
         self._is_open = False  # whether an operation has begun that will run further programs
         self._is_told = False  # whether the peers know that this rank refuses the call
 
@@ -75,16 +77,30 @@ class Endpoint:
         """Return the addresses of all ranks' one-shot areas for the next operation."""
         return self._one_shot[self.turn]
 
-    def remembered(self, key: Hashable, build: Callable[[], Program]) -> Program:
-        """Return the stored program of a key, built on first use. A key must contain everything that the program depends on."""
-        program = self._programs.get(key)
-        if program is None:
-            program = build()
-            num_bytes = size_of(program)
+    def remembered(self, key: tuple[Hashable, ...], build: Callable[[], Program]) -> Program:
+        """Return the program of a key; it is stored when the key comes for the second time.
+
+        Calls whose tensors are new each time have keys that never come again: their programs must not push out others.
+
+        Args:
+            key: everything that the program depends on.
+            build: makes the program.
+        """
+        number = hash(key)  # taken once, because it is a large part of a small collective's time
+        stored = self._programs.get(number)
+        if stored is not None and stored[0] == key:
+            return stored[1]
+        program = build()
+        if number not in self._seen:
+            if len(self._seen) >= MOST_SEEN:
+                self._seen.clear()
+            self._seen.add(number)
+        elif stored is None:
+            num_bytes = size_of(program, key)
             if self._programs_bytes + num_bytes > REMEMBERED_BYTES:
                 self._programs.clear()
                 self._programs_bytes = 0
-            self._programs[key] = program
+            self._programs[number] = key, program
             self._programs_bytes += num_bytes
         return program
 
@@ -307,7 +323,8 @@ def cut(text: bytes) -> bytes:
     return text if len(text) <= room else text[: room - 20] + b"..." + hashlib.sha256(text).hexdigest()[:16].encode()
 
 
-def size_of(program: Program) -> int:
-    """Estimate how many bytes a program takes as Python objects."""
+def size_of(program: Program, key: tuple[Hashable, ...] = ()) -> int:
+    """Estimate how many bytes a program and its key take as Python objects."""
     num_places = sum(len(stream.dsts) + len(stream.srcs) for stream in program.streams)
-    return 500 + 400 * len(program.streams) + 150 * num_places
+    num_parts = sum(len(part) if isinstance(part, tuple) else 1 for part in key)
+    return 500 + 400 * len(program.streams) + 150 * num_places + 100 * num_parts
