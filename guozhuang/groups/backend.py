@@ -53,9 +53,14 @@ def _create_on_linux(told: Any) -> Any:
     node = identity()
     store.set(f"engine/{rank}", "built" if native_built() else "")
     mine = this_process(node)
+    # A rank has ended if its process has ended since the default group was made.
+    default, ranks = dist.group.WORLD, told.global_ranks_in_group
+    earlier = None
+    if default is not None and default.name() == "shm" and ranks:
+        earlier = roll_call.EarlierProcesses(default.get_group_store(), _TOPIC)
 
     def ended(peer: int) -> int | None:
-        return _ended(told.global_ranks_in_group[peer], node) if told.global_ranks_in_group else None
+        return earlier.ended(ranks[peer], node) if earlier is not None else None
 
     cards = roll_call.call(store, _TOPIC, rank, size, str(mine), timeout.total_seconds(), ended)
     lacking = [peer for peer in range(size) if store.get(f"engine/{peer}") != b"built"]
@@ -72,17 +77,6 @@ def _create_on_linux(told: Any) -> Any:
     from guozhuang.groups.hierarchical import HierarchicalGroup
 
     return HierarchicalGroup(store, rank, size, timeout, processes)
-
-
-def _ended(global_rank: int, node: str) -> int | None:
-    """Return the pid of a rank whose process has ended since the default group was made; None if it has not, or is unknown."""
-    from guozhuang.groups import roll_call
-
-    default = dist.group.WORLD
-    if default is None or default.name() != "shm":
-        return None
-    process = roll_call.process_of(default.get_group_store(), _TOPIC, global_rank)
-    return process.pid if process is not None and process.has_ended(node) else None
 
 
 def _num_neighbours(size: int) -> int:

@@ -6,16 +6,22 @@ this node's /proc shows whether that runs. For a rank on another node, or withou
 
 [Note: what waiting costs the store] Ranks may wait for minutes while one saves, and one process serves them all. So a rank
 polls one key, less often where there are many ranks: only rank 0 asks whether all cards are there, and writes them all under
-one key, which the others read. While ranks are missing, each rank also looks at the missing ranks' cards now and then.
+one key, which the others read. While ranks are missing, each rank also looks now and then who they are. A look at the cards
+themselves is one request for each missing rank. So a rank that looks at them writes the missing ranks under one key; the
+ranks count their looks in the store, and where many wait for many, only every n-th look is one at the cards. Together, up to
+1000 ranks poll at most 2000 times a second and look at most 500 times a second, with four requests for each look (and those
+of the caller's ``look``) and at most 2000 requests a second for cards. At its time limit each rank looks at the cards of the
+missing ranks once more, so that its error names exactly those.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from typing import Final
 
 import torch.distributed as dist
 
@@ -25,6 +31,7 @@ from guozhuang.watch.processes import Process
 
 _FAILED: Final = "failed: "
 _LOOK_S: Final = 0.2  # seconds between two checks whether missing ranks have ended
+_LOOKS_PER_S, _CARDS_PER_S = 500, 2000  # of all ranks together; see [Note: what waiting costs the store]
 _FIRST_PAUSE_S: Final = 0.0005
 _FIX: Final = "look at that rank's own error"
 
@@ -54,7 +61,8 @@ def call(
         timeout_s: limit for the whole call, in seconds.
         ended: returns the pid of a rank whose process is known to have ended; else None.
         look: called now and then while ranks are missing, with these ranks and the seconds waited; it raises to end the wait.
-        look_every_s: seconds between two such looks at the missing ranks.
+            The ranks are none as long as no rank has looked who they are.
+        look_every_s: seconds between two such looks at the missing ranks; longer where there are many ranks.
         purpose: why the ranks wait for each other, for errors: "to compare the parameters of the model".
         named: returns a text that names some ranks, for errors.
         fix: advice about ranks that are late.
@@ -66,21 +74,25 @@ def call(
     keys, everybody = [f"{topic}/{peer}" for peer in range(size)], f"{topic}/all"
     try:
         store.set(keys[rank], card)
+        look_every_s = max(look_every_s, size / _LOOKS_PER_S)
         began, next_look_s, pause_s = time.monotonic(), look_every_s, _FIRST_PAUSE_S
-        missing = list(range(size))
-        while missing and not store.check([everybody] if rank else keys):
+        has_seen_all = False
+        while not has_seen_all and not store.check([everybody] if rank else keys):
             waited_s = time.monotonic() - began
             if waited_s >= min(next_look_s, timeout_s):
                 next_look_s = waited_s + look_every_s
-                missing = _look_after(store, keys, rank, missing, ended)
-                if missing:
-                    look(missing, waited_s)
-                if missing and waited_s >= timeout_s:
+                is_over = waited_s >= timeout_s
+                missing = _missing(store, topic, keys, None if is_over else look_every_s * _CARDS_PER_S)
+                has_seen_all = missing == []
+                if not has_seen_all:
+                    _raise_for_failed(store, topic, rank, missing or [], ended)
+                    look(missing or [], waited_s)
+                if missing and is_over:
                     what = f"{named(missing)} did not come within {timeout_s:g} s {purpose}"
                     raise WorldError(explain(what, rank=rank, fix=fix))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, look_s(waited_s, size))
-        if rank and missing:
+        if rank and not has_seen_all:
             cards: list[str] = json.loads(store.get(everybody))
         else:  # rank 0, or a rank that found all cards before rank 0 wrote them under one key
             cards = [store.get(key).decode() for key in keys]
@@ -96,8 +108,8 @@ def call(
 def forget(store: dist.Store, topic: str, rank: int) -> None:
     """Delete this rank's keys of an earlier roll call, which no rank reads any more: all ranks have joined a later one."""
     with contextlib.suppress(RuntimeError):  # some stores cannot delete
-        for key in (f"{topic}/{rank}", f"{topic}/all")[: 1 if rank else 2]:
-            store.delete_key(key)
+        for name in (rank,) if rank else (rank, "all", "missing", "looks"):
+            store.delete_key(f"{topic}/{name}")
 
 
 def tell_failed(store: dist.Store, topic: str, rank: int, error: BaseException) -> None:
@@ -106,28 +118,68 @@ def tell_failed(store: dist.Store, topic: str, rank: int, error: BaseException) 
         why = str(error) if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}"
         lost = (error.rank, error.pid) if isinstance(error, PeerLost) else None
         store.set(f"{topic}/{rank}", _FAILED + json.dumps([why, lost]))
+        if not store.check([f"{topic}/failed"]):  # keep the first: ranks that read it fail too
+            store.set(f"{topic}/failed", str(rank))
 
 
-def process_of(store: dist.Store, topic: str, rank: int) -> Process | None:
-    """Return the process that a rank's card of an earlier roll call names; None if there is no such card."""
-    key = f"{topic}/{rank}"
-    with contextlib.suppress(RuntimeError, ValueError):
-        if store.check([key]):
-            return Process.read(store.get(key).decode())
-    return None
+class EarlierProcesses:
+    """The processes of ranks, as their cards of an earlier roll call name them.
+
+    Args:
+        store: the store of that roll call.
+        topic: its topic; its cards are texts of ``Process``. This rank must have left it, else no process is known.
+    """
+
+    def __init__(self, store: dist.Store, topic: str) -> None:
+        self._store, self._key = store, f"{topic}/all"
+        self._processes: list[Process] | None = None
+
+    def ended(self, rank: int, node: str) -> int | None:
+        """Return the pid of a rank's process if it is known to have ended, asked on ``node``; else None."""
+        if self._processes is None:
+            self._processes = []
+            with contextlib.suppress(RuntimeError, ValueError):
+                if self._store.check([self._key]):
+                    self._processes = [Process.read(card) for card in json.loads(self._store.get(self._key))]
+        if rank >= len(self._processes):
+            return None
+        process = self._processes[rank]
+        return process.pid if process.has_ended(node) else None
 
 
-def _look_after(
-    store: dist.Store, keys: list[str], rank: int, missing: list[int], ended: Callable[[int], int | None]
-) -> list[int]:
-    """Return the ranks whose cards are still missing; raise if one of them has ended, or if a new card reports a failure."""
-    left = [peer for peer in missing if not store.check([keys[peer]])]
-    for peer in left:  # before the new cards: a rank may report a failure because this one ended
+def _missing(store: dist.Store, topic: str, keys: list[str], most_cards: float | None) -> list[int] | None:
+    """Return the ranks whose cards are missing, as this or another rank has seen; None if no rank has looked yet.
+
+    Args:
+        store: the group's store.
+        topic: the prefix of the keys.
+        keys: of the cards, by rank.
+        most_cards: the most requests for cards that all ranks may make until their next look; None: look in any case.
+    """
+    key, size = f"{topic}/missing", len(keys)
+    known: list[int] | None = json.loads(store.get(key)) if store.check([key]) else None
+    num_waiting, suspected = (size, range(size)) if known is None else (size - len(known), known)
+    if most_cards is not None:
+        number = store.add(f"{topic}/looks", 1) - 1
+        if number % math.ceil(num_waiting * len(suspected) / most_cards):
+            return known
+    missing = [peer for peer in suspected if not store.check([keys[peer]])]
+    if missing:
+        store.set(key, json.dumps(missing))
+    return missing
+
+
+def _raise_for_failed(
+    store: dist.Store, topic: str, rank: int, missing: list[int], ended: Callable[[int], int | None]
+) -> None:
+    """Raise if a missing rank has ended, or if a rank that came reports a failure."""
+    for peer in missing:  # checked first: other ranks may have failed because of it
         if (pid := ended(peer)) is not None:
-            _lost(peer, pid, rank)
-    for peer in set(missing) - set(left):
-        _well(store.get(keys[peer]).decode(), peer, rank)
-    return left
+            text = explain(f"rank {peer} (pid {pid}) ended before the group was made", rank=rank, fix=_FIX)
+            raise PeerLost(text, rank=peer, pid=pid, waiting_in="making the group")
+    if store.check([f"{topic}/failed"]):
+        peer = int(store.get(f"{topic}/failed"))
+        _well(store.get(f"{topic}/{peer}").decode(), peer, rank)
 
 
 def _well(card: str, peer: int, rank: int) -> str:
@@ -138,8 +190,3 @@ def _well(card: str, peer: int, rank: int) -> str:
             raise PeerLost(text, rank=lost[0], pid=lost[1], waiting_in="making the group")
         raise WorldError(text)
     return card
-
-
-def _lost(peer: int, pid: int, rank: int) -> NoReturn:
-    text = explain(f"rank {peer} (pid {pid}) ended before the group was made", rank=rank, fix=_FIX)
-    raise PeerLost(text, rank=peer, pid=pid, waiting_in="making the group")

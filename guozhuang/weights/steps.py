@@ -120,7 +120,7 @@ class StepsBehind:
                     where = ", ".join(f"rank {rank} in step {step}" for rank, step in sorted(others.items()))
                     what = f"rank {self._rank} came to {point} after {num_made} optimizer steps, and others wait for it"
                     raise self._behind(f"{what}: {where} (counted from 0). It left out optimizer.step()")
-            if not has_warned and _WARN_AFTER_S < waited_s < limit_s:
+            if missing and not has_warned and _WARN_AFTER_S < waited_s < limit_s:
                 has_warned = True
                 text = f"ranks {missing} did not come within {waited_s:.3g} s to {point}{late}"
                 _log.warning("%s (the limit is %g s)", explain(text, rank=self._rank, fix=fix), limit_s)

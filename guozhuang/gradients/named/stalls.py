@@ -9,7 +9,6 @@ The lowest rank that has submitted it logs a warning.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import threading
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Final
 import torch.distributed as dist
 
 from ...errors import explain
-from ...groups import roll_call
 from ...groups.agreement import StoreNotices
 from ...net.client import Client
 from ...watch.processes import SHARE_MEMORY, Process, node_identity, this_process
@@ -67,9 +65,8 @@ class EngineStore:
         """Read the process (node and pid) of each rank that has written it to the store; every rank does so on construction."""
         with contextlib.suppress(RuntimeError):
             for rank in set(range(self._size)) - self._processes.keys():
-                process = self._client.call(functools.partial(roll_call.process_of, self._store, "card", rank))
-                if process is not None:
-                    self._processes[rank] = process
+                if (card := self._read(f"card/{rank}")) is not None:
+                    self._processes[rank] = Process.read(card)
 
     # ---- These methods are about ranks that leave or fail.
 
@@ -108,11 +105,13 @@ class EngineStore:
         """Return the pending names that ranks have written to the store, by rank and number of the channel."""
         found = {}
         for rank in range(self._size):
-            key = f"pending/{rank}"
-            text = self._client.call(lambda key=key: self._store.get(key) if self._store.check([key]) else None)
-            if text is not None:
+            if (text := self._read(f"pending/{rank}")) is not None:
                 found[rank] = {int(number): names for number, names in json.loads(text).items()}
         return found
+
+    def _read(self, key: str) -> str | None:
+        """Return the value of a key; None if it does not exist. Raise RuntimeError if the store does not answer."""
+        return self._client.call(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
 
 class StallWatch:

@@ -177,10 +177,10 @@ class _MeshSetup:
 
     def _exchange_cards(self, store: dist.Store, mine: _Card) -> None:
         card = json.dumps([mine.pid, mine.name, mine.secret.hex(), mine.identity])
+        earlier = roll_call.EarlierProcesses(store, "identity")
 
         def ended(peer: int) -> int | None:
-            process = roll_call.process_of(store, "identity", peer)
-            return process.pid if process is not None and process.has_ended(mine.identity) else None
+            return earlier.ended(peer, mine.identity)
 
         cards = roll_call.call(store, "card", self._rank, self._size, card, self._timeout_s, ended)
         told = [json.loads(card) for card in cards]
