@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -39,9 +40,13 @@ def test_a_cut_cable_is_named_on_both_sides_and_ends_both(tmp_path: Path) -> Non
         took_s = time.monotonic() - start
     assert [process.returncode for process in processes] == [EXIT_CODE] * 4, "\n".join(texts)
     assert took_s < HANG_S + 20, "60 s would be the time-out of the collective"
-    for rank in (0, 1):  # with the store
-        assert "ranks 2-3 of 4: no sign of life for 3 s, nor from any other rank of its node" in texts[rank]
-        assert "held up by ranks 2-3, lost" in texts[rank]
+    for rank in (
+        0,
+        1,
+    ):  # with the store; the report may be written when only one of the two has been silent for long enough
+        lost = r"(ranks 2-3|rank 2|rank 3)"
+        assert re.search(rf"{lost} of 4: no sign of life for \d s, nor from any other rank of its node", texts[rank])
+        assert re.search(rf"held up by {lost}, lost", texts[rank])
     assert "---- ranks 2-3: gave no stack" in texts[0] and "in all_reduce" in texts[0]
     for rank in (2, 3):  # without it
         assert f"[rank {rank}] no answer from the store of the world for 3 s: rank 0, which keeps it" in texts[rank]

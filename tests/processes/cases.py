@@ -12,7 +12,6 @@ import copy
 import functools
 import importlib
 import logging
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from guozhuang.exchange.weights import WeightExchange
 from guozhuang.lab.measure import tcp_sent_bytes
 from guozhuang.weights.flat import Named
 from tests.ranks import run_ranks
-from tests.threads.ranks import run_threads, this_rank
+from tests.threads.ranks import GENERATOR, run_threads, this_rank
 
 
 def names_of_cases(namespace: Mapping[str, Any], prefix: str = "case_") -> list[str]:
@@ -135,16 +134,13 @@ def as_table(namespace: Mapping[str, Any], methods: Mapping[str, Any]) -> Callab
     return test_holds
 
 
-_GENERATOR = threading.Lock()
-
-
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Random numbers of torch's generator from this seed; ranks that are threads draw one after the other.
 
     No collective may be called inside: the other ranks could not come to it. So a model is made here, and wrapped outside.
     """
-    with _GENERATOR:
+    with GENERATOR:
         torch.manual_seed(seed)
         yield
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,11 @@ def start(begin: list[object], script: list[object], folder: Path) -> subprocess
         done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=110)
     else:
         program = "guozhuang.cli:main" if begin[0] == "run" else HOROVODRUN
-        done = guozhuang(*begin, *script, folder=folder, program=program, timeout_s=110, PYTHONPATH=path)
+        with tempfile.TemporaryDirectory(
+            prefix="ranks-"
+        ) as short:  # a socket's path, as of a loader's worker, has 107 bytes
+            more = {"PYTHONPATH": path, "TMPDIR": short}
+            done = guozhuang(*begin, *script, folder=folder, program=program, timeout_s=110, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

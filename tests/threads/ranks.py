@@ -30,7 +30,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 from guozhuang.groups.base import PythonGroup
@@ -238,6 +238,28 @@ def _create(told: Any, _: Any) -> ThreadGroup:
     return ThreadGroup(told.group_rank, told.group_size, meeting)
 
 
+# Held by whoever draws from torch's generator, of which ranks that are threads have one for all.
+GENERATOR = threading.RLock()
+_DRAW = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.modules.conv._ConvNd)
+
+
+@contextlib.contextmanager
+def _modules_draw_in_turn() -> Iterator[None]:
+    """A module that a rank makes draws nothing while another rank makes one from a seed."""
+
+    def in_turn(draw: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        def reset_parameters(module: nn.Module) -> None:
+            with GENERATOR:
+                draw(module)
+
+        return reset_parameters
+
+    with contextlib.ExitStack() as stack:
+        for kind in _DRAW:
+            stack.enter_context(mock.patch.object(kind, "reset_parameters", in_turn(kind.reset_parameters)))
+        yield
+
+
 @contextlib.contextmanager
 def _ranks_are_threads() -> Iterator[None]:
     if NAME not in dist.Backend.backend_list:
@@ -292,7 +314,7 @@ def run_threads(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]
             failures[rank] = traceback.format_exc()
             run.fail()
 
-    with _ranks_are_threads():
+    with _ranks_are_threads(), _modules_draw_in_turn():
         threads = [threading.Thread(target=rank_of, args=(rank,), name=f"rank {rank}") for rank in range(num_ranks)]
         for thread in threads:
             thread.start()
