@@ -25,6 +25,7 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.interfaces import is_loopback, own_address_towards
 from guozhuang.net.store import innermost
+from guozhuang.units import ranks_text
 from guozhuang.watch.processes import open_descriptors
 from guozhuang.world import requested_gloo_interface
 
@@ -34,7 +35,7 @@ _LOOPBACK = "127.0.0.1"
 class Crossing:
     """A gloo process group (``group``) of some ranks, whose connections a rank can cut, so that waiting peers fail.
 
-    All of these ranks must construct it.
+    All of these ranks must construct it; it returns when all have connected.
 
     Args:
         store: a store that only this crossing uses.
@@ -49,7 +50,6 @@ class Crossing:
         before = {fd for fd, _ in _listeners()}
         devices = _devices(address)
         mine = sorted(name for fd, name in _listeners() if fd not in before)
-        store.set(f"listens/{rank}", ",".join(f"{host} {port}" for host, port in mine))
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = devices
         options._threads = 2 * len(devices)
@@ -62,10 +62,23 @@ class Crossing:
             group._register_backend(torch.device(device), kind, backend)
         self._group: Any = group
         self._ours = set(mine)
-        # get returns at once: each rank set its key before it constructed its gloo backend, which connected it to this rank
+        store.set(f"listens/{rank}", ",".join(f"{host} {port}" for host, port in mine))
+        self._await_connected(store, size, options._timeout)
         for other in range(size):
             text = store.get(f"listens/{other}").decode()
             self._ours |= {(host, int(port)) for host, port in (one.split() for one in text.split(",") if one)}
+
+    @staticmethod
+    def _await_connected(store: dist.Store, size: int, limit: datetime.timedelta) -> None:
+        """Wait until every rank has connected: one that still connects to a rank that has left waits for gloo's limit."""
+        keys = [f"listens/{other}" for other in range(size)]
+        try:
+            store.wait(keys, limit)
+        except dist.DistStoreError as error:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            if missing:
+                what = f"{ranks_text(missing)} of this gloo group did not connect within {limit.total_seconds():g} s"
+                raise WorldError(explain(what, fix="look at why they have ended, or what delays them")) from error
 
     @property
     def group(self) -> Any:
