@@ -26,7 +26,7 @@ class SilentStore(dist.HashStore):
 class SlowGloo:
     """Gloo's backend, whose connections rank 1 has later than rank 0."""
 
-    _Options = dist.ProcessGroupGloo._Options  # type: ignore[attr-defined]
+    _Options, create_device = GLOO._Options, GLOO.create_device
 
     def __new__(cls, store: dist.Store, rank: int, *more: Any) -> Any:
         made = GLOO(store, rank, *more)
