@@ -13,9 +13,10 @@ https://doi.org/10.1145/3341301.3359642.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from typing_extensions import override
 
 from ...gradients.buckets import Bucket
 from ..base import Done, GradientExchange, Work
-from ..numbers import warn_unless_finite
+from ..numbers import is_finite, warn_unless_finite
 from .client import PartRequest, ServedPart, ServerClient, check_numbers, cut, on_cpu, traffic
 from .protocol import Opcode, ServerMessage
 
@@ -110,6 +111,10 @@ class ParameterServer(GradientExchange[ServersState]):
         return int(traffic(num_elements * element_bytes, self.servers, world_size))
 
 
+# The parts of one bucket are sent by several threads, of which one is to warn.
+_WARNING: Final = threading.Lock()
+
+
 class _ServedBucket:
     """The work of one bucket: one request for each of its parts."""
 
@@ -127,8 +132,11 @@ class _ServedBucket:
         """Warn if gradients are not finite; they are sent nevertheless. Called in the sending thread."""
         if self._copied is not None:
             self._copied.synchronize()
-        if not self._warned:
-            self._warned = not warn_unless_finite(self._bucket, values, self._step, self._rank, "all ranks get it")
+        if self._warned or is_finite(values):
+            return
+        with _WARNING:
+            if not self._warned:
+                self._warned = not warn_unless_finite(self._bucket, values, self._step, self._rank, "all ranks get it")
 
     def is_completed(self) -> bool:
         return all(request.is_completed() for _, request in self.requests)
