@@ -36,7 +36,7 @@ KEPT_THREADS = ("tqdm", "fsspecIO", "pytest_timeout")
 TIERS = ("pure", "threads", "processes", "hosts", "device")
 # How many processes the tests of a whole run start themselves, from the fork server or as new programs. What those start is not
 # counted: a launcher starts about six more. A start is what costs time; whoever needs more shares ranks between cases first.
-STARTS_BUDGET = {"not slow": 1_970, "": 3_600}
+STARTS_BUDGET = {"not slow": 1_750, "": 3_850}
 # Variables that torch sets for itself: its compiler does when the first optimizer of a process imports it.
 SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
 

@@ -158,8 +158,7 @@ class Reducer:
         Every rank calls it before a forward with gradients.
 
         Returns:
-            Names of the parameters that changed (``requires_grad``, dtype or device); if there are any, the caller checks that
-            they changed on all ranks.
+            Names of the parameters that changed (``requires_grad``, dtype or device); the caller checks that all ranks agree.
 
         Raises:
             UnusedParameterError: a parameter got no gradient since the forward before the last pass.
@@ -202,9 +201,7 @@ class Reducer:
     # ---- These methods run a pass. See [Note: one pass]. -------------------------------------------------------------
 
     def after_forward(self, outputs: Sequence[Tensor]) -> None:
-        """Record a forward whose backward passes average gradients over the ranks.
-
-        :meth:`before_forward` must have been called when the forward began.
+        """Record a forward whose backward passes average gradients; the caller called :meth:`before_forward` as it began.
 
         Args:
             outputs: the tensors with a graph that the forward returned.
