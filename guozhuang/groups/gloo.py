@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.net.interfaces import is_loopback, own_address_towards
+from guozhuang.groups import roll_call
+from guozhuang.net.interfaces import LOOPBACK, is_loopback, own_address_towards
 from guozhuang.net.store import innermost
 from guozhuang.units import ranks_text
 from guozhuang.watch.processes import open_descriptors
 from guozhuang.world import requested_gloo_interface
-
-_LOOPBACK = "127.0.0.1"
 
 
 class Crossing:
@@ -44,6 +43,9 @@ class Crossing:
         timeout_s: limit of each operation, in seconds.
         address: the local address to listen on and to connect from, see ``choose_address``; "": gloo uses the interfaces
             that GLOO_SOCKET_IFNAME names.
+
+    Raises:
+        WorldError: a rank did not connect in time; the text names it.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, address: str) -> None:
@@ -62,23 +64,10 @@ class Crossing:
             group._register_backend(torch.device(device), kind, backend)
         self._group: Any = group
         self._ours = set(mine)
-        store.set(f"listens/{rank}", ",".join(f"{host} {port}" for host, port in mine))
-        self._await_connected(store, size, options._timeout)
-        for other in range(size):
-            text = store.get(f"listens/{other}").decode()
+        # A rank that closed its connections while another rank still connects would leave that one waiting for gloo's limit.
+        card, purpose = ",".join(f"{host} {port}" for host, port in mine), "to connect a gloo group"
+        for text in roll_call.call(store, "listens", rank, size, card, timeout_s, purpose=purpose, named=ranks_text):
             self._ours |= {(host, int(port)) for host, port in (one.split() for one in text.split(",") if one)}
-
-    @staticmethod
-    def _await_connected(store: dist.Store, size: int, limit: datetime.timedelta) -> None:
-        """Wait until every rank has connected: one that still connects to a rank that has left waits for gloo's limit."""
-        keys = [f"listens/{other}" for other in range(size)]
-        try:
-            store.wait(keys, limit)
-        except dist.DistStoreError as error:
-            missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            if missing:
-                what = f"{ranks_text(missing)} of this gloo group did not connect within {limit.total_seconds():g} s"
-                raise WorldError(explain(what, fix="look at why they have ended, or what delays them")) from error
 
     @property
     def group(self) -> Any:
@@ -126,7 +115,7 @@ def choose_address(store: dist.Store, rank: int, others: Sequence[int]) -> str:
         mine = _route_to(theirs) if theirs else ""
         if mine:
             return mine
-    return mine or _LOOPBACK
+    return mine or LOOPBACK
 
 
 def _devices(address: str) -> list[dist.ProcessGroupGloo.Device]:

@@ -62,4 +62,4 @@ def test_no_rank_goes_on_before_all_have_connected(monkeypatch: pytest.MonkeyPat
 
 def test_a_rank_that_does_not_connect_is_named() -> None:
     _, errors = connect(SilentStore(), timeout_s=1.0)
-    assert all("rank 1 of this gloo group did not connect within 1 s" in text for text in errors)
+    assert all("rank 1 did not come within 1 s to connect a gloo group" in text for text in errors)
