@@ -9,7 +9,6 @@ from guozhuang.launch.hosts.frames import DoorsTried, NodeReady
 from guozhuang.net import interfaces
 
 _MAX_OFFERED = 16
-_LOOPBACK = "127.0.0.1"
 
 
 def candidates(ready: Sequence[NodeReady], name: str, asked: str | None) -> list[str]:
@@ -23,7 +22,7 @@ def candidates(ready: Sequence[NodeReady], name: str, asked: str | None) -> list
     if asked is not None:
         return [asked]
     if len({each.same for each in ready}) == 1:
-        return [_LOOPBACK]
+        return [interfaces.LOOPBACK]
     own = [address for known in ready[0].addresses.values() for address in known]
     wanted = [str(ready[0].reached_at), *_resolved(name), *sorted(own, key=lambda address: ":" in address)]
     usable = [each for each in dict.fromkeys(wanted) if each in own and interfaces.is_reachable(each)]

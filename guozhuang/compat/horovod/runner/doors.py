@@ -12,7 +12,6 @@ from guozhuang.net.door import Door, NotOurDoorError, Passage, knock, passage_fr
 
 _SECRET_BYTES = 32
 _MAX_DOORS = 16
-_LOOPBACK = "127.0.0.1"
 _KNOCK_S = 5.0
 _log = logging.getLogger("guozhuang")
 
@@ -40,7 +39,7 @@ class Doors:
             UsageError: an interface that was named does not exist, or has no address.
         """
         if not self._doors:
-            for address in [*self._addresses(), _LOOPBACK]:
+            for address in [*self._addresses(), interfaces.LOOPBACK]:
                 try:
                     listener = interfaces.listen_at(address)
                 except OSError as error:

@@ -25,9 +25,9 @@ from guozhuang.compat.horovod.common.state import state
 from guozhuang.compat.horovod.runner.doors import Doors, enter
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.door import NotOurDoorError
+from guozhuang.net.interfaces import LOOPBACK
 from guozhuang.net.store import connect, serve
 
-_LOOPBACK = "127.0.0.1"
 _LIMIT_S = 60.0  # seconds to reach the mailbox, and for each request to its store
 # A pickle is cut into parts of this size: PyTorch's store takes no value of more than 8 MiB.
 _PART_BYTES = 4 << 20
@@ -43,7 +43,7 @@ class Mailbox:
     """
 
     def __init__(self, function: bytes, nics: Sequence[str] | None) -> None:
-        self._store = serve(socket.create_server((_LOOPBACK, 0)), _LIMIT_S)
+        self._store = serve(socket.create_server((LOOPBACK, 0)), _LIMIT_S)
         self._doors = Doors(self._store.port, nics)
         self._secret = self._doors.secret
         _put(self._store, self._secret, _FUNCTION, function)

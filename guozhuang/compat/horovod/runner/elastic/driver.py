@@ -44,7 +44,6 @@ from guozhuang.watch.processes import node_identity
 
 _WHO = "horovodrun"
 _TURN_S, _BEAT_S = 0.05, 1.0
-_LOOPBACK = "127.0.0.1"
 _STORE_S = 300.0  # limit in seconds for each operation of the store
 # Seconds to wait for workers to end after ``GRACE_S``, and for other hosts to confirm the end of the run.
 _LAST_S, _CLOSE_S = 5.0, 10.0
@@ -105,8 +104,8 @@ class ElasticDriver:
             environment |= interfaces.variables_towards("", environment, settings.network_interfaces[0])
         self._environment = environment
         self._most = max(settings.max_np or 0, settings.num_proc, sum(slots for _, slots in settings.hosts or ()))
-        listener = socket.create_server((_LOOPBACK, 0))
-        store = (_LOOPBACK, int(listener.getsockname()[1]))
+        listener = socket.create_server((interfaces.LOOPBACK, 0))
+        store = (interfaces.LOOPBACK, int(listener.getsockname()[1]))
         self._board = DriverBoard(serve(listener, _STORE_S))
         self._doors = Doors(store[1], settings.network_interfaces)
         self._remote: dict[str, RemoteWorkers] = {}
@@ -321,5 +320,5 @@ def _towards(hosts: Sequence[str], reached: Mapping[str, str]) -> list[str]:
         hosts: the hosts of the round.
         reached: the address by which each host connected to this one; loopback if the host is this very machine.
     """
-    outside = {host: reached[host] for host in hosts if reached.get(host, _LOOPBACK) != _LOOPBACK}
+    outside = {host: reached[host] for host in hosts if reached.get(host, interfaces.LOOPBACK) != interfaces.LOOPBACK}
     return [outside.get(host, next(iter(outside.values()), "")) for host in hosts]
