@@ -1,6 +1,7 @@
 # make demo       install, then the main job on the embedded data: a table, and the path of the report
 # make test       install what tests need, then lint, format, types and every test that is not marked slow
 # make test-all   the same, and the slow ones
+# make docs       the documentation site, in build/docs/site
 # PYTHON=python3.12 make ...   chooses the interpreter that .venv is made with (3.11 or later)
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 
-.PHONY: demo test test-all mutations lint style install clean
+.PHONY: demo test test-all mutations docs lint style install clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-text
@@ -23,12 +24,15 @@ PYTEST = $(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; \
 test: style
 	@$(call PYTEST,-m "not slow")
 
-test-all: style
+test-all: style $(VENV)/.installed-docs
 	@$(call PYTEST)
 
 # Plants known faults in a copy of the tree, and expects the tests to fail.
 mutations: $(VENV)/.installed-test
 	$(BIN)/python tests/mutate.py
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python packaging/docs/build.py
 
 lint: style
 	$(BIN)/mypy
@@ -59,3 +63,7 @@ $(VENV)/.installed-text: pyproject.toml constraints.txt $(ENGINE) | $(BIN)/pytho
 $(VENV)/.installed-test: pyproject.toml constraints.txt $(ENGINE) | $(BIN)/python
 	$(INSTALL) '.[text,test]'
 	@touch $@ $(VENV)/.installed-text
+
+$(VENV)/.installed-docs: $(VENV)/.installed-test packaging/docs/build.py
+	$(INSTALL) '.[docs]'
+	@touch $@

@@ -52,6 +52,7 @@ HOROVOD = [
     "scikit-learn",
 ]
 EXTRAS = {
+    "docs": ["mkdocstrings-python", "ruff", "zensical"],  # ruff lays out the signatures
     "horovod": HOROVOD,
     "text": ["transformers", "tokenizers", "pyarrow", "charset-normalizer"],
     "test": [
