@@ -101,7 +101,7 @@ def build(
         UsageError: transformers is not installed, or the checkpoint cannot be used.
     """
     if isinstance(model, Path):
-        return _from_checkpoint(model, num_classes, dropout, max_length)
+        return _from_checkpoint(model, num_classes, dropout, max_length, pad_id)
     try:
         from transformers import BertConfig
         from transformers.models.bert.modeling_bert import BertForSequenceClassification
@@ -172,8 +172,10 @@ def count_checkpoint_parameters(folder: Path, num_classes: int, max_length: int,
     return sum(parameter.numel() for parameter in shell.parameters())
 
 
-def _from_checkpoint(folder: Path, num_classes: int, dropout: float, max_length: int) -> torch.nn.Module:
+def _from_checkpoint(folder: Path, num_classes: int, dropout: float, max_length: int, pad_id: int) -> torch.nn.Module:
     config = checkpoint_config(folder, num_classes, dropout, max_length)
+    if config.pad_token_id is None:  # decoders such as GPT-2 classify at the last token that is no padding
+        config.pad_token_id = pad_id
     from transformers import AutoModelForSequenceClassification, logging
 
     verbosity = logging.get_verbosity()

@@ -7,7 +7,7 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from guozhuang.errors import UsageError, explain
 from guozhuang.workloads.encoding import decode, read_bytes
 
-FORMATS = ("auto", "csv", "tsv", "jsonl", "parquet", "lines")
+FORMATS = ("auto", "csv", "tsv", "jsonl", "json", "parquet", "lines")
 QUOTINGS = ("auto", "double", "none")
 
 _SUFFIXES = MappingProxyType(
@@ -25,6 +25,7 @@ _SUFFIXES = MappingProxyType(
         ".tab": "tsv",
         ".jsonl": "jsonl",
         ".ndjson": "jsonl",
+        ".json": "json",
         ".parquet": "parquet",
         ".pq": "parquet",
         ".txt": "lines",
@@ -56,8 +57,8 @@ class Table:
 
     Attributes:
         path: path of the file.
-        format: csv, tsv, jsonl, parquet or lines.
-        names: the names of the columns if the format has them (jsonl, parquet), else None.
+        format: csv, tsv, jsonl, json, parquet or lines.
+        names: the names of the columns if the format has them (jsonl, json, parquet), else None.
         rows: in the order of the file; blank lines are left out.
         encoding: the encoding of the file; empty for parquet.
         assumed: sentences for the log about guesses on the file.
@@ -78,12 +79,13 @@ class Table:
 def read_table(
     path: Path, format: str = "auto", delimiter: str | None = None, quoting: str = "auto", encoding: str | None = None
 ) -> Table:
-    """Read csv, tsv, jsonl, parquet, or plain lines that begin with their label; gzip is decompressed.
+    """Read csv, tsv, jsonl, json, parquet, or plain lines that begin with their label; gzip is decompressed.
 
     Args:
         path: the file.
         format: one of FORMATS; "auto" decides by the file name, with or without ``.gz``. In a ``.txt`` file whose first line
-            has a tab, tabs separate columns; else a line is a label, the delimiter (a space), and the text.
+            has a tab, tabs separate columns; else a line is a label, the delimiter (a space), and the text. A ``.json`` file is
+            one array of objects, or has an object on each line.
         delimiter: one character, or its name (tab, comma, semicolon, space, pipe, colon); None: the format's usual one.
         quoting: whether cells of csv and tsv may be in double quotes, with quotes inside doubled. "auto": yes in csv; in
             tsv only if the quotes of the whole file match.
@@ -112,7 +114,7 @@ def read_table(
             raise UsageError(
                 explain("the delimiter is not one character", value=delimiter, fix=f"use {', '.join(_DELIMITERS)} or ;")
             )
-        if format in ("jsonl", "parquet"):
+        if format in ("jsonl", "json", "parquet"):
             raise UsageError(explain(f"a {format} file has no delimiter", value=delimiter, fix="leave --delimiter out"))
     if quoting != "auto" and format not in ("csv", "tsv"):
         raise UsageError(explain(f"a {format} file has no quotes", value=quoting, fix="leave --quoting out"))
@@ -126,8 +128,9 @@ def read_table(
         raise UsageError(explain(f"{path} is a parquet file", value=format, fix="say --data-format parquet"))
     decoded = decode(data, path, encoding)
     assumed = [decoded.assumed] if decoded.assumed else []
-    if format == "jsonl":
-        names, rows = _json_lines(decoded.text)
+    if format in ("jsonl", "json"):
+        is_lines = format == "jsonl" or (by_name and not decoded.text.lstrip().startswith("["))
+        names, rows = _columns(_json_lines(decoded.text) if is_lines else _json_array(decoded.text, path))
         return Table(path, format, names, rows, decoded.encoding, tuple(assumed))
     if format == "lines" and by_name and delimiter is None and "\t" in _first_line(decoded.text):
         format = "tsv"
@@ -232,9 +235,11 @@ def _label_lines(text: str, delimiter: str) -> Iterator[TableRow]:
             )
 
 
-def _json_lines(text: str) -> tuple[tuple[str, ...], list[TableRow]]:
-    objects: list[tuple[int, dict[str, object] | str]] = []
-    names: dict[str, None] = {}
+#: A line number, and the JSON object that begins there or the reason why it cannot be used.
+_Placed = tuple[int, dict[str, object] | str]
+
+
+def _json_lines(text: str) -> Iterator[_Placed]:
     # Only \n ends a line: JSON text may contain Unicode's other line separators unescaped.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -242,22 +247,58 @@ def _json_lines(text: str) -> tuple[tuple[str, ...], list[TableRow]]:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            objects.append((number, f"it is not JSON: {error.msg} at column {error.colno}"))
-            continue
+            yield number, f"it is not JSON: {error.msg} at column {error.colno}"
         except (ValueError, RecursionError) as error:
-            objects.append((number, f"it is not JSON that can be read: {error}"))
-            continue
-        if isinstance(value, dict):
-            names.update(dict.fromkeys(value))
-            objects.append((number, value))
+            yield number, f"it is not JSON that can be read: {error}"
         else:
-            objects.append((number, "it is not a JSON object"))
-    columns = tuple(names)
+            yield number, value if isinstance(value, dict) else "it is not a JSON object"
+
+
+def _json_array(text: str, path: Path) -> Iterator[_Placed]:
+    """Yield the elements of a JSON array; raise UsageError if the text is none, because no later element can be found then."""
+    decoder = json.JSONDecoder()
+    line, counted = 1, 0
+
+    def skip_blanks(at: int) -> int:
+        while at < len(text) and text[at] in " \t\r\n":
+            at += 1
+        return at
+
+    def not_an_array(what: str) -> UsageError:
+        fix = "give one array of objects, or an object a line with --data-format jsonl"
+        return UsageError(explain(f"{path}:{line}: the file is not a JSON array: {what}", fix=fix))
+
+    at = skip_blanks(0)
+    if text[at : at + 1] != "[":
+        raise not_an_array(f"it begins with {text[at : at + 1]!r}" if at < len(text) else "it is empty")
+    at = skip_blanks(at + 1)
+    while text[at : at + 1] != "]":
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise not_an_array(f"{error.msg} at line {error.lineno}, column {error.colno}") from None
+        except (ValueError, RecursionError) as error:
+            raise not_an_array(str(error)) from None
+        yield line, value if isinstance(value, dict) else "it is not a JSON object"
+        at = skip_blanks(at)
+        if text[at : at + 1] == ",":
+            at = skip_blanks(at + 1)
+        elif text[at : at + 1] != "]":
+            raise not_an_array(f"after this element there is {text[at : at + 1]!r}, neither a comma nor ]")
+    if text[at + 1 :].strip():
+        raise not_an_array("something follows its end")
+
+
+def _columns(objects: Iterable[_Placed]) -> tuple[tuple[str, ...], list[TableRow]]:
+    """Return the names of all keys, in the order of their first use, and a row for each object."""
+    placed = list(objects)
+    columns = tuple(dict.fromkeys(name for _, value in placed if isinstance(value, dict) for name in value))
     rows = [
         TableRow(number, [], value)
         if isinstance(value, str)
         else TableRow(number, [value.get(name) for name in columns])
-        for number, value in objects
+        for number, value in placed
     ]
     return columns, rows
 

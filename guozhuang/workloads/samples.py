@@ -6,6 +6,7 @@ Then numbers the classes, and splits the samples into a training and a held-out 
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -32,7 +33,11 @@ _LABEL_NAMES = (
 _TEXT_NAMES = ("title", "headline", "subject", "text", "sentence", "content", "description", "body", "review",
                "message", "question", "document", "comment", "abstract", "sms", "tweet", "utterance")  # fmt: skip
 
+# What programs write in place of a value that is missing; compared without case. "none" and "n/a" are left to be classes.
+_MISSING = frozenset({"nan", "-nan", "null", "<na>", "#n/a", "nat"})
+
 _NUM_REPORTED = 3
+_NUM_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Samples:
         texts: one per sample, never blank.
         lines: the line on which each sample begins in its file, see ``rows.TableRow``.
         table: the file they were read from.
-        num_skipped: number of bad rows that were left out.
+        skipped: the lines of the bad rows that were left out.
         columns: a text that says which columns were used as label and text.
     """
 
@@ -52,7 +57,7 @@ class Samples:
     texts: list[str]
     lines: list[int]
     table: Table
-    num_skipped: int
+    skipped: list[int]
     columns: str
 
     def place(self, index: int) -> str:
@@ -83,7 +88,8 @@ def read_samples(
         label: the column of the label, by name or number from 0. None: one with a usual name, else the first.
         text: the columns of the text, joined by a space. Empty: those with usual names, else all but the label's.
         label_until: cut each label at the first occurrence of this text (``:`` turns ``DESC:manner`` into DESC).
-        skip_bad: leave bad rows out and count them, instead of stopping at the first.
+        skip_bad: leave bad rows out and count them, instead of raising. A row is bad that has no label or no text (blank, null,
+            NaN, or a word for it such as "nan" and "null"), or that cannot be read.
 
     Raises:
         UsageError: the text names the file, and the line if the error is in a row.
@@ -99,7 +105,7 @@ def read_samples(
     head = [row.cells for row in rows[:1000] if not row.problem and len(row.cells) == width]
     textual = [at for at in range(width) if any(isinstance(cells[at], str) for cells in head)]
     label_at, text_at = _choose_columns(path, names, width, label, text, textual)
-    labels, texts, lines, num_skipped = [], [], [], 0
+    labels, texts, lines, bad = [], [], [], list[tuple[int, str]]()
     for row in rows:
         problem = row.problem
         if not problem and len(row.cells) != width:
@@ -110,24 +116,38 @@ def read_samples(
             labels.append(row_label)
             texts.append(row_text)
             lines.append(row.line)
-            continue
-        what = f"{table.place(row.line)}: bad row: {problem}"
-        if not skip_bad:
-            fix = "mend the row, or leave such rows out with --bad-rows skip"
-            if table.encoding and "byte" in problem:
-                fix += ", or name the encoding with --encoding"
-            raise UsageError(explain(what, fix=fix))
-        num_skipped += 1
-        if num_skipped <= _NUM_REPORTED:
-            logging.getLogger(__name__).warning("%s; skipped", what)
-    if num_skipped > _NUM_REPORTED:
-        logging.getLogger(__name__).warning("%s: %d bad rows skipped in all", path, num_skipped)
+        else:
+            bad.append((row.line, problem))
+    if bad and not skip_bad:
+        raise UsageError(_bad_rows(table, bad, len(rows)))
+    for line, problem in bad[:_NUM_REPORTED]:
+        logging.getLogger(__name__).warning("%s: bad row: %s; skipped", table.place(line), problem)
+    skipped = [line for line, _ in bad]
+    if len(bad) > _NUM_REPORTED:
+        logging.getLogger(__name__).warning("%s: %d bad rows skipped in all (%s)", path, len(bad), shown_lines(skipped))
     if not labels:
-        raise UsageError(
-            explain(f"{path} has no usable row: all {num_skipped} are bad", fix="look at the warnings above")
-        )
+        raise UsageError(explain(f"{path} has no usable row: all {len(bad)} are bad", fix="look at the warnings above"))
     columns = f"label {_called(names, label_at)}, text {' + '.join(_called(names, at) for at in text_at)}{header_note}"
-    return Samples(labels, texts, lines, table, num_skipped, columns)
+    return Samples(labels, texts, lines, table, skipped, columns)
+
+
+def shown_lines(lines: Sequence[int]) -> str:
+    """Return the first of these line numbers as text: "lines 3, 9, 12, ..."."""
+    more = ", ..." if len(lines) > _NUM_LINES else ""
+    return f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines[:_NUM_LINES]))}{more}"
+
+
+def _bad_rows(table: Table, bad: Sequence[tuple[int, str]], num_rows: int) -> str:
+    """Describe the bad rows of a file: the first one, how many there are, and where."""
+    line, problem = bad[0]
+    what = f"{table.place(line)}: bad row: {problem}"
+    fix = "mend the row, or leave such rows out with --bad-rows skip"
+    if len(bad) > 1:
+        what += f"; {len(bad)} of {num_rows} rows are bad: {shown_lines([line for line, _ in bad])}"
+        fix = "mend the rows, or leave such rows out with --bad-rows skip"
+    if table.encoding and any("byte" in problem for _, problem in bad):
+        fix += ", or name the encoding with --encoding"
+    return explain(what, fix=fix)
 
 
 def _called(names: Sequence[str] | None, at: int) -> str:
@@ -239,17 +259,27 @@ def _sample(row: TableRow, label_at: int, text_at: Sequence[int], label_until: s
     raw = row.cells[label_at]
     if isinstance(raw, list | dict | bytes):
         return f"its label is a {type(raw).__name__}", "", ""
+    if isinstance(raw, float) and not math.isfinite(raw):
+        return f"its label is {_number(raw)}", "", ""
+    if isinstance(raw, float) and raw.is_integer():  # whole numbers become floats in a column where others are missing
+        raw = int(raw)
     label = "" if raw is None else str(raw).strip()
+    if label.casefold() in _MISSING:
+        return f"its label is {label!r}, which stands for a missing one", "", ""
     if label_until:
         label = label.split(label_until, 1)[0].strip()
     if not label:
         return "it has no label", "", ""
-    parts = []
+    parts, without = [], "it has no text"
     for at in text_at:
         cell = row.cells[at]
-        if cell is not None and not isinstance(cell, str):
+        if isinstance(cell, float) and math.isnan(cell):
+            without = "its text is NaN"
+        elif cell is not None and not isinstance(cell, str):
             return f"its text is a {type(cell).__name__}", "", ""
-        if cell and cell.strip():
+        elif cell and cell.strip().casefold() in _MISSING:
+            without = f"its text is {cell.strip()!r}, which stands for a missing one"
+        elif cell and cell.strip():
             parts.append(cell)
     text = " ".join(parts)
     for name, value in (("label", label), ("text", text)):
@@ -261,7 +291,11 @@ def _sample(row: TableRow, label_at: int, text_at: Sequence[int], label_until: s
                 return f"its {name} has the byte {byte}, which is not of the file's encoding", "", ""
             if any("\ud800" <= character <= "\udfff" for character in value):
                 return f"its {name} has half a surrogate pair, which is not a character", "", ""
-    return ("", label, text) if text else ("it has no text", "", "")
+    return ("", label, text) if text else (without, "", "")
+
+
+def _number(value: float) -> str:
+    return "NaN" if math.isnan(value) else str(value)
 
 
 def classes_of(labels: Sequence[str], source: str) -> list[str]:

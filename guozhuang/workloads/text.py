@@ -22,7 +22,7 @@ from guozhuang.workloads import bert, classify, options, tokens
 from guozhuang.workloads.base import Workload
 from guozhuang.workloads.options import option
 from guozhuang.workloads.rows import FORMATS, QUOTINGS
-from guozhuang.workloads.samples import Samples, cap, class_numbers, classes_of, hold_out, read_samples
+from guozhuang.workloads.samples import Samples, cap, class_numbers, classes_of, hold_out, read_samples, shown_lines
 from guozhuang.workloads.training_options import TrainingOptions, classification, find_model
 
 # The most packages, and texts of each, in the default corpus: the Python library's docstrings, labelled by package.
@@ -46,7 +46,9 @@ class TextOptions(TrainingOptions):
     """The options of the text workload: those of its data, added to those of model and optimizer."""
 
     data: str | None = option(
-        None, str, "file to train on: csv, tsv, jsonl, parquet, txt; .gz of each (default: Python's own docstrings)"
+        None,
+        str,
+        "file to train on: csv, tsv, jsonl, json, parquet, txt; .gz of each (default: Python's own docstrings)",
     )
     eval_data: str | None = option(None, str, "file to measure accuracy on (default: a held-out part of --data)")
     eval_fraction: float = option(0.1, float, "share of each class to hold out (default 0.1)", low=0.001, below=1.0)
@@ -67,7 +69,12 @@ class TextOptions(TrainingOptions):
     text: list[str] | None = option(  # noqa: RUF009 - a field, as all the others
         None, list, "columns of the text, joined (default: by usual names, or all others)"
     )
-    bad_rows: str = option("stop", str, "what to do at a row that cannot be used", choices=("stop", "skip"))
+    bad_rows: str = option(
+        "stop",
+        str,
+        "what to do at rows without a label or text (blank, null, NaN) or that cannot be read",
+        choices=("stop", "skip"),
+    )
     max_length: int = option(128, int, "cut texts to so many tokens (default 128)", low=3)
     pad_to: str = option(
         "longest", str, "pad each batch to its longest text (default) or to --max-length", choices=("longest", "max")
@@ -164,16 +171,14 @@ def _prepare(chosen: TextOptions, model: bert.BertSize | Path) -> tokens.Prepare
         labels, texts = corpus()
         source = f"docstrings of Python {sys.version_info.major}.{sys.version_info.minor}'s standard library"
         details["data"] = source
-        num_skipped = 0
     else:
         samples = _read(chosen, chosen.data, details, "data")
-        labels, texts, source, num_skipped = samples.labels, samples.texts, chosen.data, samples.num_skipped
+        labels, texts, source = samples.labels, samples.texts, chosen.data
     classes = classes_of(labels, source)
     numbers = {label: number for number, label in enumerate(classes)}
     of_train = [numbers[label] for label in labels]
     if chosen.eval_data is not None:
         held = _read(chosen, chosen.eval_data, details, "evaluation data")
-        num_skipped += held.num_skipped
         of_held = class_numbers(held, classes, Path(source))
         kept = cap(range(len(of_held)), chosen.eval_limit, chosen.seed)
         train_texts, held_texts = texts, [held.texts[index] for index in kept]
@@ -187,6 +192,8 @@ def _prepare(chosen: TextOptions, model: bert.BertSize | Path) -> tokens.Prepare
     if isinstance(model, Path):
         tokenizer, encode = tokens.checkpoint_tokenizer(model), tokens.encode_with_checkpoint
         size, pad_id = len(tokenizer), int(tokenizer.pad_token_id)
+        if tokenizer.pad_token == tokenizer.eos_token:
+            details["padding token"] = f"{tokenizer.pad_token} (its end token)"
     else:
         tokenizer = tokens.train_wordpiece(train_texts, chosen.vocab_size)
         encode = tokens.encode
@@ -200,8 +207,6 @@ def _prepare(chosen: TextOptions, model: bert.BertSize | Path) -> tokens.Prepare
         "vocabulary": size,
         "mean tokens": round(len(train.tokens) / len(of_train), 1),
     }
-    if num_skipped:
-        details["bad rows skipped"] = num_skipped
     return tokens.Prepared(
         train,
         np.array(of_train, dtype=np.int64),
@@ -228,6 +233,8 @@ def _read(chosen: TextOptions, name: str, details: dict[str, str | int | float],
         logging.getLogger(__name__).warning("%s", sentence)
     encoding = f", {samples.table.encoding}" if samples.table.encoding else ""
     details[what] = f"{Path(name).name} ({samples.columns}{encoding})"
+    if samples.skipped:
+        details[f"{what}, bad rows skipped"] = f"{len(samples.skipped):,} ({shown_lines(samples.skipped)})"
     if samples.table.assumed:
         details[f"{what}, assumed"] = "; ".join(samples.table.assumed)
     return samples

@@ -34,7 +34,7 @@ _TOKENIZER_FILES = (
 )
 
 # The version of the cached arrays: increase it when the same options and files give other arrays than before.
-_FORMAT = 1
+_FORMAT = 2
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -110,8 +110,10 @@ def encode(tokenizer: Any, texts: Sequence[str], max_length: int) -> Ragged:
 def checkpoint_tokenizer(folder: Path) -> Any:
     """Return the tokenizer in a checkpoint's folder (by transformers' AutoTokenizer); nothing is downloaded.
 
+    A tokenizer without a padding token gets its end token as one; it is masked out of attention, so that changes no result.
+
     Raises:
-        UsageError: transformers is not installed, there is no tokenizer, or it has no padding token.
+        UsageError: transformers is not installed, there is no tokenizer, or it has neither a padding nor an end token.
     """
     try:
         from transformers import AutoTokenizer
@@ -134,10 +136,14 @@ def checkpoint_tokenizer(folder: Path) -> Any:
                 fix="save it there with tokenizer.save_pretrained(folder)",
             )
         ) from None
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:  # GPT-2 and its kin have no padding token
+        tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
-        raise UsageError(
-            explain(f"the tokenizer in {folder} has no padding token", fix="set pad_token and save the tokenizer again")
-        )
+        what = f"the tokenizer in {folder} has neither a padding nor an end token"
+        raise UsageError(explain(what, fix="set pad_token and save the tokenizer again"))
+    if tokenizer.pad_token_id >= len(tokenizer):
+        what = f"the padding token of the tokenizer in {folder} is not in its vocabulary"
+        raise UsageError(explain(what, value=tokenizer.pad_token_id, fix="save the tokenizer again"))
     return tokenizer
 
 

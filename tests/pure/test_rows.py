@@ -24,7 +24,7 @@ DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 texts = st.text(
     st.one_of(st.sampled_from("\",;\t\n\r|' \u2028\x85"), st.characters(codec="utf-8", exclude_characters="\0")),
     min_size=1,
-).filter(lambda text: text.strip() != "")
+).filter(lambda text: text.strip().casefold() not in {"", "nan", "-nan", "null", "<na>", "#n/a", "nat"})
 labels = st.sampled_from(["neg", "pos", "très bon", "好"])
 rows = st.lists(st.tuples(labels, texts), min_size=4, max_size=12)
 of_files = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -214,7 +214,7 @@ def test_a_bad_row_is_named_or_skipped(tmp_path, content, message) -> None:
     text = error(path)
     assert message in text and "--bad-rows skip" in text
     samples = read_samples(path, skip_bad=True)
-    assert samples.num_skipped == 1
+    assert len(samples.skipped) == 1
     assert len(samples.texts) == len(list(csv.reader(io.StringIO(content)))) - 1 - content.count("\n\n")
 
 
@@ -233,7 +233,72 @@ def test_bad_json_rows(tmp_path) -> None:
     ]:
         path = write(tmp_path / "a.jsonl", f"{good}\n\n{line}\n{good}\n")
         assert "a.jsonl:3: bad row: " in error(path) and problem in error(path)
-        assert read_samples(path, skip_bad=True).num_skipped == 1
+        assert read_samples(path, skip_bad=True).skipped == [3]
+
+
+def test_missing_values_are_no_classes_and_no_texts(tmp_path) -> None:
+    nan = float("nan")
+    placed = [
+        (1.0, "x", ""),
+        (nan, "x", "its label is NaN"),
+        ("nan", "x", "its label is 'nan'"),
+        ("NULL", "x", "its label is 'NULL'"),
+        (float("inf"), "x", "its label is inf"),
+        (None, "x", "it has no label"),
+        ("  ", "x", "it has no label"),
+        (2, nan, "its text is NaN"),
+        (2, " null ", "its text is 'null'"),
+        (2, "nullify", ""),
+        ("none", "y", ""),
+        (2.0, "\u00a0", "it has no text"),
+    ]
+    for i, (label, text, problem) in enumerate(placed):
+        path = write(tmp_path / "a.jsonl", json.dumps({"label": label, "text": text}) + '\n{"label": 1, "text": "z"}')
+        if problem:
+            assert f"a.jsonl:1: bad row: {problem}" in error(path), i
+    path = write(tmp_path / "a.json", json.dumps([{"label": n, "text": t} for n, t, _ in placed], indent=1))
+    bad = [4 * i + 2 for i, (_, _, problem) in enumerate(placed) if problem]
+    shown = ", ".join(map(str, bad[:8]))
+    assert "a.json:6: bad row: its label is NaN, which" not in error(path)
+    assert f"a.json:6: bad row: its label is NaN; {len(bad)} of 12 rows are bad: lines {shown}, ..." in error(path)
+    samples = read_samples(path, skip_bad=True)
+    assert pairs(samples) == [("1", "x"), ("2", "nullify"), ("none", "y")] and samples.skipped == bad
+    # Of several columns of text one may be missing.
+    path = write(
+        tmp_path / "b.json", '[{"label": 1, "title": NaN, "text": "x"}, {"label": 2, "title": "a", "text": null}]'
+    )
+    assert pairs(read_samples(path)) == [("1", "x"), ("2", "a")]
+
+
+@of_files
+@given(rows=rows, indent=st.sampled_from([None, 0, 3]))
+def test_json_array_round_trip(tmp_path, rows, indent) -> None:
+    objects = [{"text": t, "label": n, "more": [1, {"a": "]"}]} for n, t in rows]
+    path = write(tmp_path / "a.json", json.dumps(objects, indent=indent, ensure_ascii=False))
+    assert pairs(read_samples(path)) == rows
+    in_lines = write(tmp_path / "b.json", "\n".join(json.dumps(each) for each in objects))
+    assert pairs(read_samples(in_lines)) == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "a.json is empty"),
+        ('[{"label": 1, "text": "x"},\n 5]', "a.json:2: bad row: it is not a JSON object"),
+        (
+            '[{"label": 1, "text": "x"},\n {"label": }]',
+            "a.json:2: the file is not a JSON array: Expecting value at line 2",
+        ),
+        ('[{"label": 1, "text": "x"}\n {"label": 2}]', "neither a comma nor ]"),
+        ('[{"label": 1, "text": "x"}', "after this element there is ''"),
+        ('[{"label": 1, "text": "x"}]\n[]', "something follows its end"),
+        ("[" * 100_000, "not a JSON array"),
+    ],
+)
+def test_what_is_no_json_array(tmp_path, content, message) -> None:
+    assert message in error(write(tmp_path / "a.json", content))
+    if message.endswith("end"):
+        assert "it begins with '{'" in error(write(tmp_path / "b.txt", '{"data": []}'), format="json")
 
 
 def test_files_that_cannot_be_read(tmp_path) -> None:
@@ -279,7 +344,7 @@ def test_a_cell_longer_than_the_csv_modules_limit(tmp_path) -> None:
 )
 def test_real_files(name, num_rows, classes, first) -> None:
     samples = read_samples(DATA / name)
-    assert (len(samples.texts), len(set(samples.labels)), samples.num_skipped) == (num_rows, classes, 0)
+    assert (len(samples.texts), len(set(samples.labels)), samples.skipped) == (num_rows, classes, [])
     assert samples.texts[0].startswith(first)
     if "trec/train" in name:
         assert samples.table.encoding == "cp1252"

@@ -153,3 +153,8 @@ def test_torchruns_ways_of_logging_are_left_to_torch() -> None:
     for option in (("-r", "3"), ("-t", "0:1"), ("--duplicate-stdout-filters", "loss")):
         assert plan("--log-dir", "logs", *option).log_folder is None
     assert plan("--log-dir", "logs", "-t", "3", "--local-ranks-filter", "0").log_folder is None
+
+
+def test_a_strategy_that_begins_with_whole_gradients_says_so() -> None:
+    assert [note for note in plan("--strategy", "qadam").notes if "first 300 steps" in note]
+    assert not [note for note in plan("--strategy", "quantize8").notes if "whole gradients" in note]

@@ -171,10 +171,10 @@ def test_evaluation_files(data, tmp_path) -> None:
 
 def test_skipped_rows_are_told(data) -> None:
     Path(data).write_text(Path(data).read_text() + "\npos,\nneg\n")
-    with pytest.raises(UsageError, match=r"data\.csv:42: bad row: it has no text"):
+    with pytest.raises(UsageError, match=r"data\.csv:42: bad row: it has no text; 2 of 42 rows are bad: lines 42, 43"):
         load("text", {"data": data})
     work = load("text", {"data": data, "bad_rows": "skip"})
-    assert work.details["bad rows skipped"] == 2
+    assert work.details["data, bad rows skipped"] == "2 (lines 42, 43)"
     assert work.details["training samples"] + work.details["evaluation samples"] == 40
 
 
@@ -291,6 +291,45 @@ def test_a_checkpoint_is_fine_tuned(checkpoint, data, tmp_path, monkeypatch) -> 
     work.loss(model, work.collate([work.train[i] for i in range(4)])).backward()
     loaded = load("text", {**told, "dropout": 0.25}).model()
     assert {m.p for m in loaded.modules() if isinstance(m, nn.Dropout)} == {0.25}
+
+
+def test_a_checkpoint_like_gpt2_takes_its_end_token_as_padding(data, tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    learner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    learner.train_from_iterator([Path(data).read_text()], trainer)
+    folder = tmp_path / "gpt2"
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=learner, eos_token="<|endoftext|>")
+    made.save_pretrained(folder)
+    config = transformers.GPT2Config(vocab_size=len(made), n_embd=16, n_layer=1, n_head=2, n_positions=40)
+    torch.manual_seed(3)
+    transformers.GPT2Model(config).save_pretrained(folder)
+
+    told = {"data": data, "model": str(folder), "max_length": 20}
+    work = load("text", told)
+    assert work.details["padding token"] == "<|endoftext|> (its end token)"
+    torch.manual_seed(0)
+    model = work.model()
+    samples = sorted((work.train[i] for i in range(4)), key=lambda sample: len(sample[0]))
+    batch = work.collate(samples)
+    assert not batch["attention_mask"].all() and model.config.pad_token_id == made.eos_token_id
+    work.loss(model, batch).backward()
+    # Padding changes nothing: the shortest text alone gets the same logits.
+    shortest = work.collate(samples[:1])
+    in_batch, alone = (model(**{k: v for k, v in b.items() if k != "labels"}).logits[0] for b in (batch, shortest))
+    assert torch.allclose(in_batch, alone, atol=1e-5)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": None}))
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    with pytest.raises(UsageError, match="neither a padding nor an end token"):
+        load("text", told)
 
 
 def test_a_checkpoint_without_tokenizer(checkpoint, data) -> None:

@@ -215,7 +215,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         what = "--use-env and --pass-local-rank exclude each other"
         raise UsageError(explain(what, fix="leave out --use-env if the script reads an option"))
     option = None if found.pass_local_rank is None else f"--{found.pass_local_rank}"
-    notes = []
+    notes = [] if found.strategy is None else _warming_up(found.strategy)
     if num_local_ranks > num_cores:
         notes.append(f"{num_local_ranks} ranks share {num_cores} cores of this node")
     log_folder = _log_folder(found)
@@ -340,6 +340,15 @@ def _check_strategy(name: str, num_local_ranks: int, most_nodes: int) -> None:
     if strategy.one_process and num_local_ranks * most_nodes > 1:
         what = f"strategy {name!r} runs in one process, but more than one rank was asked for"
         raise UsageError(explain(what, value=f"{num_local_ranks} per node, {most_nodes} nodes", fix="give -np 1"))
+
+
+def _warming_up(name: str) -> list[str]:
+    from guozhuang import strategies
+
+    num_steps = strategies.get(name).warmup_steps
+    if not num_steps:
+        return []
+    return [f"{name} sends whole gradients in its first {num_steps} steps, so what it saves shows only after them"]
 
 
 def _check_backend(name: str) -> None:
