@@ -13,9 +13,9 @@ from ..exchange import AllReduce, CommHook, GradientExchange
 from ..exchange.cast import Cast
 from ..exchange.comm_hook import Hook, check_hook
 from ..gradients.passes import weakly
-from ..gradients.reducer import Reducer
 from ..weights.around import AroundSteps, check_weight_exchange, exchanged_parameters
 from .precision import Precision
+from .torch_reducer import TorchReducer
 
 if TYPE_CHECKING:
     from ..exchange.weights import WeightExchange
@@ -27,7 +27,7 @@ _WRAP_ANEW = "wrap the module anew"
 class Exchanging:
     """The part of ``DistributedDataParallel`` that chooses its exchange, and saves and loads its state."""
 
-    _reducer: Reducer | None
+    _reducer: TorchReducer | None
     _chosen: GradientExchange[Any] | None = None
     _precision: Precision | None = None
     around: AroundSteps | None = None
@@ -35,7 +35,7 @@ class Exchanging:
     if TYPE_CHECKING:
 
         @property
-        def reducer(self) -> Reducer | None:
+        def reducer(self) -> TorchReducer | None:
             """Declared for type checkers; ``DistributedDataParallel`` defines it."""
 
     @property

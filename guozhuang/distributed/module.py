@@ -8,8 +8,7 @@ the start), ``reducer`` (backward), ``exchanging`` (exchanges), ``joining`` (une
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..errors import UsageError, WorldError, explain
 from ..gradients.forwards import tensors_with_graph
 from ..gradients.passes import ReducerOptions
-from ..gradients.reducer import Reducer
 from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
 from ..weights.equal_start import broadcast_tensors, describe, sparse_names, start_equal, verify_equal_layout
@@ -37,14 +36,16 @@ from .arguments import (
 from .exchanging import Exchanging
 from .joining import ShadowSteps, check_can_join, refuse_switch, sync_buffers, tell_synchronization
 from .precision import MixedPrecision, Precision
+from .torch_reducer import TorchReducer
 from .torch_surface import TorchSurface
 
 
-class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
+class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: ignore[override]
     """Keeps the replicas of a module on all ranks equal: gradients are averaged while backward runs.
 
-    Arguments and methods are those of ``torch.nn.parallel.DistributedDataParallel`` of torch 2.13. Every rank of the group must
-    construct it at the same point, and call forward and backward equally often (or use :meth:`join`). Differences to PyTorch:
+    A subclass of ``torch.nn.parallel.DistributedDataParallel``, with the arguments and methods that it has in torch 2.13, and a
+    reducer and exchanges of its own. Every rank of the group must construct it at the same point, and call forward and backward
+    equally often (or use :meth:`join`). Differences to PyTorch:
 
     - Gradients are views into the buckets whatever ``gradient_as_bucket_view`` says, since that saves a copy and half the
       memory. ``p.grad.detach_()`` works on them, and a gradient kept past ``zero_grad()`` keeps its values.
@@ -109,8 +110,9 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of PyTorch's wrapper, which would make a reducer of its own
         Joinable.__init__(self)
+        self._inherited_attributes()
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise UsageError(
                 explain(
@@ -147,7 +149,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         self.batched_grad_copy = batched_grad_copy
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.mixed_precision = mixed_precision
+        self.mixed_precision = mixed_precision  # type: ignore[assignment]
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.divide_by_initial_world_size = True
@@ -183,7 +185,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
 
     def _connect(self) -> None:
         """Initialize the attributes that a pickle does not contain; the reducer itself is created when first needed."""
-        self._reducer: Reducer | None = None
+        self._reducer: TorchReducer | None = None
         ignored = self.ignored
         self._averaged = [(name, p) for name, p in self.module.named_parameters() if name not in ignored]
         self._sparse = sparse_names(self.module)
@@ -191,7 +193,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         self._additions = Additions(self._averaged)
 
     @property
-    def reducer(self) -> Reducer | None:
+    def reducer(self) -> TorchReducer | None:  # type: ignore[override]  # there may be none, and it is made when needed
         """The reducer that averages gradients, created when first needed, because its buckets need as much memory as gradients.
 
         None if gradients stay local: all parameters were frozen at construction, or a weight exchange needs no reducer.
@@ -208,7 +210,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
                 delayed=frozenset(self._delayed_names),
                 trigger=next((name for name, p in named if p is self._trigger[0]), None),
             )
-            self._reducer = Reducer(named, self._sparse, self.process_group, self.exchange, self._caps, options)
+            self._reducer = TorchReducer(named, self._sparse, self.process_group, self.exchange, self._caps, options)
         return self._reducer
 
     def leave_gradients_local(self) -> None:
@@ -232,7 +234,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled wrapper, with the default group of the process that loads it; every rank must load."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        nn.Module.__setstate__(self, state)
         self.process_group = choose_group(None, None, self.module)
         self._connect()
 
@@ -248,20 +250,19 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
 
     # ---- methods of a training step ---------------------------------------------------------------------------------------
 
+    @_disable_dynamo(recursive=False)  # torch.compile compiles the module inside, cut at the buckets
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module. With gradients enabled, the backward that follows averages gradients over all ranks."""
-        inputs, kwargs = self._before_forward(inputs, kwargs)
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         if self._precision is None:
-            outputs = self.module(*inputs, **kwargs)
+            outputs = self._run_ddp_forward(*inputs, **kwargs)
         else:
-            outputs = self._precision.run(self.module, inputs, kwargs)
-        self._after_forward(outputs)
-        return outputs
+            with self._inside_ddp_forward():
+                outputs = self._precision.run(self.module, inputs, kwargs)
+        return self._post_forward(outputs)
 
-    @_disable_dynamo(recursive=False)
-    def _before_forward(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    @_disable_dynamo(recursive=True)
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled():
             self._additions.refuse(self.module, self.ignored, self.process_group.rank())
         if torch.is_grad_enabled() and self.around is not None:
@@ -291,12 +292,13 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
             return moved[0], moved_kwargs[0]
         return inputs, kwargs
 
-    @_disable_dynamo(recursive=False)
-    def _after_forward(self, outputs: Any) -> None:
+    @_disable_dynamo(recursive=True)
+    def _post_forward(self, outputs: Any) -> Any:
         synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync and not self.keeps_gradients
         self.require_forward_param_sync = synchronizes
         if synchronizes and self.reducer is not None:
             self.reducer.after_forward(tensors_with_graph(outputs))
+        return outputs
 
     def take_up_changes(self) -> None:
         """Check the last backward, and compare ranks if ``requires_grad`` was switched since then. Every rank must call it.
@@ -307,7 +309,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         if self.reducer is not None and (changed := self.reducer.before_forward()):
             self._compare_again(self.reducer, changed)
 
-    def _compare_again(self, reducer: Reducer, changed: Sequence[str]) -> None:
+    def _compare_again(self, reducer: TorchReducer, changed: Sequence[str]) -> None:
         config = self._join_config
         if self.in_join_context and config.enable and not config.throw_on_early_termination:
             refuse_switch(changed, self.process_group.rank())
@@ -330,20 +332,6 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
         if not (self.require_forward_param_sync and self.forward_sync_buffers):
             return False
         return any(name not in self.parameters_to_ignore for name, _ in self.module.named_buffers())
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate the gradients of forwards in this context locally; the next backward outside exchanges the sum.
-
-        The average over N micro-batches inside and one outside equals that of one batch N+1 times as large when each loss is
-        divided by N+1.
-        """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
 
     # ---- methods for ranks with different numbers of batches ----------------------------------------------------------------
 
@@ -376,13 +364,3 @@ class DistributedDataParallel(TorchSurface, Exchanging, nn.Module, Joinable):
             self.around.take_up()
         self.in_join_context = True
         return ShadowSteps(self, kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device for the collectives of a join context."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group for the collectives of a join context."""
-        return self.process_group

@@ -16,14 +16,14 @@ from ..errors import UsageError, explain
 from ..exchange import CommHook, GradientExchange
 from ..exchange.comm_hook import Hook
 from ..gradients.buckets import Caps
-from ..gradients.reducer import Reducer
+from .torch_reducer import TorchReducer
 
 
 class TorchSurface:
     """The part of ``DistributedDataParallel`` that programs use as with PyTorch's class, outside a training step."""
 
     module: nn.Module
-    _reducer: Reducer | None
+    _reducer: TorchReducer | None
     process_group: dist.ProcessGroup
     parameters_to_ignore: set[str]
     device_ids: list[int] | None
@@ -45,8 +45,23 @@ class TorchSurface:
         def _connect(self) -> None: ...
 
         @property
-        def reducer(self) -> Reducer | None:
+        def reducer(self) -> TorchReducer | None:
             """Declared for type checkers; ``DistributedDataParallel`` defines it."""
+
+    def _inherited_attributes(self) -> None:
+        """Set the attributes that inherited methods and other libraries read, and that ``__init__`` does not set anyway."""
+        self._use_python_reducer = False
+        self._lazy_init_ran = True
+        self._delay_grad_buffer: Tensor | None = None
+        self._delay_all_reduce_all_params = False
+        self._ddp_sink_clone = True
+        self.use_side_stream_for_tensor_copies = False
+        self.broadcast_bucket_size = 250 << 20
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """The size limit of all buckets but the first ones in bytes; ``torch.compile`` cuts its graphs by it."""
+        return self._caps.each[-1]
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -56,6 +71,15 @@ class TorchSurface:
     @broadcast_buffers.setter
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module as the active wrapper, by whose bucket size ``torch.compile`` cuts its graphs.
+
+        It refuses to cut them by less than the size of PyTorch's first bucket; such a module is compiled whole.
+        """
+        if self.bucket_bytes_cap < dist._DEFAULT_FIRST_BUCKET_BYTES:
+            return self.module(*inputs, **kwargs)
+        return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[misc]
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
@@ -171,3 +195,40 @@ class TorchSurface:
         if self._reducer is not None:
             self._reducer.close()
         self._connect()
+
+
+def _refuse(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        what = "this method belongs to the reducer of PyTorch's wrapper, which guozhuang.DistributedDataParallel does not have"
+        fix = "leave the call out: buckets and hooks are made when they are first needed"
+        raise UsageError(explain(what, value=name, fix=fix))
+
+    method.__name__, method.__doc__ = name, "Raise UsageError: this is a part of PyTorch's own reducer."
+    return method
+
+
+# These inherited methods would build or drive a reducer of PyTorch's beside ours.
+for _name in (
+    "_register_accum_grad_hook",
+    "_delayed_all_reduce_hook",
+    "_register_delay_all_reduce_hook",
+    "_setup_in_backward_optimizers",
+    "_fire_reducer_autograd_hook",
+    "_root_copy_hook",
+    "_module_wait_for_copy_hook",
+    "_ddp_init_helper",
+    "_check_global_requires_backward_grad_sync",
+    "_check_and_sync_module_buffers",
+    "_sync_final_model",
+    "_match_all_reduce_for_bwd_pass",
+    "_match_unused_params_allreduce",
+    "_register_buffer_comm_hook",
+    "_register_fused_optim",
+    "_sync_buffers",
+    "_sync_module_buffers",
+    "_default_broadcast_coalesced",
+    "_set_sparse_metadata",
+    "_set_ddp_runtime_logging_sample_rate",
+    "_update_process_group",
+):
+    setattr(TorchSurface, _name, _refuse(_name))

@@ -85,6 +85,22 @@ def late_gradient(name: str, options: ReducerOptions, rank: int) -> RuntimeError
     return RuntimeError(explain(what, rank=rank, fix=f"use checkpoint(..., use_reentrant=False){other}"))
 
 
+def broken_off(num_sent: int, num_buckets: int, rank: int) -> RuntimeError:
+    """Compose the error for a backward that ended in the middle of its exchanges, for the next forward."""
+    what = (
+        f"the last backward was broken off after {num_sent} of {num_buckets} buckets had been sent, so the ranks no longer "
+        "agree on what comes next"
+    )
+    fix = "let the error of that backward end the process, and start again from a checkpoint"
+    return RuntimeError(explain(what, rank=rank, fix=fix))
+
+
+def record_ready(bucket: int, step: int, timeline: Timeline | None) -> None:
+    """Record on the timeline, if there is one, that a bucket has all its gradients."""
+    if timeline is not None:
+        timeline.mark(f"bucket {bucket} ready", "buckets", step=step)
+
+
 def record_start(current: Pass, bucket: Bucket, work: Work, start_ns: int, timeline: Timeline) -> None:
     """Record on the timeline that the exchange of a bucket has begun, and arrange that its end is recorded.
 

@@ -21,14 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
-from ..errors import explain
 from ..exchange.base import GradientExchange, Work
 from ..exchange.sparse import all_gather_mean, no_rows
 from ..groups.allocation import zeros_for
 from ..timeline import Timeline
 from .buckets import Bucket, Caps
 from .forwards import Forwards, current_number
-from .passes import Pass, ReducerOptions, late_gradient, record_ends, record_start, weakly
+from .passes import Pass, ReducerOptions, broken_off, late_gradient, record_ends, record_ready, record_start, weakly
 from .selection import Selection
 from .unused import UnusedReport, UsedAnywhere
 
@@ -73,6 +72,7 @@ class Reducer:
         self._pass_since_forward = False
         self._forwards = Forwards()
         self._forward_start = current_number()
+        self._any_backward = False  # whether the next backward is a pass, whichever forward made its graph
         self.step = 0
         self.exchange_step: Callable[[], int] | None = None
         self.num_active_ranks = group.size()
@@ -168,7 +168,9 @@ class Reducer:
         if torch._C._current_graph_task_id() != -1:  # inside a backward: activation checkpointing repeats a forward
             return []
         if self._pass is not None:
-            self._drop_broken_pass(self._pass)
+            broken, self._pass = self._pass, None
+            if broken.next_bucket or any(self._selection.views.filled):
+                raise broken_off(broken.next_bucket, len(self.buckets), self.group.rank())
         if self._pass_since_forward:
             self._pass_since_forward = False
             missing = self._selection.missing()
@@ -182,21 +184,15 @@ class Reducer:
             self._selection.take_over(left)
             self._connect()
             return [name for (name, _), a, b in zip(self._candidates, before, now, strict=True) if a != b]
-        if self._selection.renew():
-            self.use(self.exchange)
+        self.renew_buckets()
         return []
 
-    def _drop_broken_pass(self, broken: Pass) -> None:
-        self._pass = None
-        if broken.next_bucket or any(self._selection.views.filled):
-            raise RuntimeError(
-                explain(
-                    f"the last backward was broken off after {broken.next_bucket} of {len(self.buckets)} buckets had been "
-                    "sent, so the ranks no longer agree on what comes next",
-                    rank=self.group.rank(),
-                    fix="let the error of that backward end the process, and start again from a checkpoint",
-                )
-            )
+    def renew_buckets(self) -> bool:
+        """Apply the order of buckets that the ranks agreed on, if it is new and no pass is open; return whether it was."""
+        is_new = self._pass is None and self._selection.renew()
+        if is_new:
+            self.use(self.exchange)
+        return is_new
 
     # ---- These methods run a pass. See [Note: one pass]. -------------------------------------------------------------
 
@@ -210,6 +206,10 @@ class Reducer:
         hook = weakly(self.on_output)
         for output in outputs:
             output.register_hook(hook)
+
+    def expect_backward(self) -> None:
+        """Make the next backward that reaches a parameter a pass, whichever forward made its graph. Every rank must call it."""
+        self._any_backward = True
 
     def _begin(self, shadow: bool = False) -> Pass:
         selection, size = self._selection, self.group.size()
@@ -245,7 +245,9 @@ class Reducer:
         with self._lock:
             selection = self._selection
             current = self._pass
-            if current is None and self._forwards.made_what_runs(selection.names[index], self.group.rank()):
+            if current is None and (
+                self._any_backward or self._forwards.made_what_runs(selection.names[index], self.group.rank())
+            ):
                 current = self._open()
             selection.came(index, current is not None)
             if current is None:
@@ -284,12 +286,8 @@ class Reducer:
             current.waiting[bucket] -= 1
             if current.waiting[bucket] == 0:
                 is_any_full = True
-                self._mark_ready(bucket)
+                record_ready(bucket, self.step, self.timeline)
         return is_any_full
-
-    def _mark_ready(self, bucket: int) -> None:
-        if self.timeline is not None:
-            self.timeline.mark(f"bucket {bucket} ready", "buckets", step=self.step)
 
     def _start_full(self, current: Pass) -> None:
         """Start the exchange of full buckets in order, up to the first one that is not full."""
@@ -350,7 +348,7 @@ class Reducer:
         for b, waiting in enumerate(current.waiting):
             if waiting:  # backward has ended, so no more gradients come
                 current.waiting[b] = 0
-                self._mark_ready(b)
+                record_ready(b, self.step, self.timeline)
         self._start_full(current)
         used_here = [not current.shadow and self._is_used(current, i) for i in range(n)]
         asking: UsedAnywhere | None = None
@@ -380,7 +378,7 @@ class Reducer:
         if not current.shadow:
             selection.unused_last = [not was_used for was_used in used_here]
         selection.accumulated = [False] * n
-        self._last_pass, self._pass = current, None
+        self._last_pass, self._pass, self._any_backward = current, None, False
         self._pass_since_forward = not current.shadow
         self.step += 1
 
