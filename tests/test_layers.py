@@ -18,7 +18,7 @@ PACKAGE = ROOT / "guozhuang"
 # design stands on another part of it, they are two rows here.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "watch.processes"),
-    ("timeline", "records", "net"),
+    ("timeline", "records", "registry", "net"),
     ("watch",),
     ("world", "data"),
     ("groups", "gradients.buckets", "weights.flat"),

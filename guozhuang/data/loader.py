@@ -13,6 +13,7 @@ from guozhuang.data.progress import EpochPass, whole_number
 from guozhuang.data.sampler import DistributedSampler, Ends, check_ends, replica
 from guozhuang.data.stream import StridedStream, check_stream
 from guozhuang.errors import UsageError, explain
+from guozhuang.registry import registry
 
 _WORKER_TIMEOUT_S = 1800.0
 
@@ -167,6 +168,7 @@ class Loader:
         self.batch_sampler = None if isinstance(share, StridedStream) else batches.batch_sampler
         self._batches = batches
         self._run: EpochPass | None = None
+        registry.add_loader(self)
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch on this rank, also in a resumed epoch.
@@ -195,7 +197,11 @@ class Loader:
 
     def _hand_out(self, run: EpochPass, source: Iterator[Any]) -> Iterator[Any]:
         shared = self.persistent_workers and self.num_workers > 0
+        # With "uneven" some ranks ask for a batch more than others, so they would not pause together.
+        pauses = self.sampler.ends != "uneven"
         while True:
+            if pauses:
+                registry.pause()
             if shared and self._run is not run:
                 what = "This iterator ended: a newer one has taken its persistent workers"
                 raise UsageError(explain(what, fix="run one pass at a time, or pass persistent_workers=False"))

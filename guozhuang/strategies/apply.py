@@ -14,6 +14,7 @@ from torch.utils import _pytree
 from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
+from guozhuang.registry import registry
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
 from guozhuang.strategies.ways import PreparedPair, Setup
 from guozhuang.timeline import Timeline
@@ -62,6 +63,7 @@ def prepare(
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
     found = chosen.prepare(model, optimizer, Setup(world, num_replicas, num_groups))
     prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
+    registry.add_trained(model, *prepared, chosen.name)
     path = requested_timeline()
     if path is not None:
         timeline = Timeline(world.rank)

@@ -1,0 +1,109 @@
+"""The objects of a training that a checkpoint holds, and the moments at which it may be taken.
+
+``gz.prepare`` and ``gz.loader`` tell this module what they made; the checkpoint package, which lies above both, reads it.
+
+[Note: between two steps] A step of a training loop does not end with ``optimizer.step()``: after it the script steps its
+schedulers, updates its averages and sets gradients to None. All of that has happened when the script asks its loader for the
+next batch, and nothing of the next step has: no random number was drawn and no batch was counted. So the loader calls
+:meth:`Registry.pause` at that moment, as ``gz.epochs`` does between epochs. The micro-steps of gradient accumulation are no
+steps: ``pause`` acts only if an optimizer has stepped since it was last called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Stateful(Protocol):
+    """An object whose state can be saved and restored: the protocol of ``torch.distributed.checkpoint.stateful.Stateful``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: nested dicts and lists of tensors and plain values."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore what :meth:`state_dict` returned."""
+        ...
+
+
+class _PostHooks(Protocol):
+    def register_step_post_hook(self, hook: Callable[..., None]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model and an optimizer that were prepared together.
+
+    Attributes:
+        module: the user's module, without a wrapper.
+        model: what the script calls in its place.
+        optimizer: what the script steps.
+        strategy: the name of the strategy.
+    """
+
+    module: Any
+    model: Any
+    optimizer: Any
+    strategy: str
+
+
+class Registry:
+    """Refers weakly to what ``gz.prepare`` and ``gz.loader`` have returned, in the order in which they were made.
+
+    Attributes:
+        on_pause: called between two steps, if an optimizer has stepped; None: nothing acts there.
+        on_loader: called with each new loader; None: nothing acts there.
+        has_stepped: whether an optimizer has stepped since the last pause.
+    """
+
+    def __init__(self) -> None:
+        self.on_pause: Callable[[], None] | None = None
+        self.on_loader: Callable[[Any], None] | None = None
+        self.has_stepped = False
+        self._trained: list[tuple[weakref.ref[Any], ...]] = []
+        self._strategies: list[str] = []
+        self._loaders: list[weakref.ref[Any]] = []
+
+    @property
+    def trained(self) -> list[Trained]:
+        """The models and optimizers of which the script still holds all parts."""
+        found = []
+        for references, strategy in zip(self._trained, self._strategies, strict=True):
+            module, model, optimizer = (reference() for reference in references)
+            if module is not None and model is not None and optimizer is not None:
+                found.append(Trained(module, model, optimizer, strategy))
+        return found
+
+    @property
+    def loaders(self) -> list[Any]:
+        """The loaders that the script still holds."""
+        return [loader for reference in self._loaders if (loader := reference()) is not None]
+
+    def add_trained(self, module: object, model: object, optimizer: _PostHooks, strategy: str) -> None:
+        """Remember a prepared model with its optimizer, whose steps count from now on."""
+        self._trained.append((weakref.ref(module), weakref.ref(model), weakref.ref(optimizer)))
+        self._strategies.append(strategy)
+        optimizer.register_step_post_hook(self._stepped)
+
+    def add_loader(self, loader: object) -> None:
+        """Remember a loader."""
+        self._loaders = [reference for reference in self._loaders if reference() is not None]
+        self._loaders.append(weakref.ref(loader))
+        if self.on_loader is not None:
+            self.on_loader(loader)
+
+    def pause(self) -> None:
+        """Let ``on_pause`` act if an optimizer has stepped since the last pause. See [Note: between two steps]."""
+        if self.has_stepped and self.on_pause is not None:
+            self.has_stepped = False
+            self.on_pause()
+
+    def _stepped(self, optimizer: object, args: object, kwargs: object) -> None:
+        self.has_stepped = True
+
+
+#: The registry of this process.
+registry = Registry()
