@@ -122,11 +122,22 @@ def as_tests(
     return test_cases
 
 
-def as_table(namespace: Mapping[str, Any], methods: Mapping[str, Any]) -> Callable[..., None]:
-    """A test of each ``case_*(method, rank, size)`` of a module for each method and number of ranks, in threads."""
+def as_table(
+    namespace: Mapping[str, Any], methods: Mapping[str, Any], long: Callable[..., None]
+) -> Callable[..., None]:
+    """A test of each ``case_*(method, rank, size)`` of a module for each method and number of ranks, in threads.
 
-    @pytest.mark.parametrize("size", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("asked", names_of_cases(namespace), ids=lambda name: name.removeprefix("case_"))
+    The case ``long`` is marked slow on all numbers of ranks but 3: it trains, and says little that depends on the number.
+    """
+    rows = [
+        pytest.param(
+            asked, size, marks=[pytest.mark.slow] if size == 8 or (asked == long.__name__ and size != 3) else []
+        )
+        for asked in names_of_cases(namespace)
+        for size in (1, 2, 3, 4, 8)
+    ]
+
+    @pytest.mark.parametrize(("asked", "size"), rows, ids=lambda value: str(value).removeprefix("case_"))
     @pytest.mark.parametrize("name", methods)
     def test_holds(name: str, asked: str, size: int) -> None:
         run_threads(lambda rank, _: namespace[asked](methods[name], rank, size), size)

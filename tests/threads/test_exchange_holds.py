@@ -310,4 +310,4 @@ def case_it_trains_about_as_well_as_plain_averaging(method: Method, rank: int, s
     assert ddp.exchange_state_dict()["step"] == 60
 
 
-test_holds = as_table(globals(), METHODS)
+test_holds = as_table(globals(), METHODS, long=case_it_trains_about_as_well_as_plain_averaging)

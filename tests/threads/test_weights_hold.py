@@ -252,7 +252,7 @@ def case_it_trains_about_as_well_as_averaged_gradients(method: Method, rank: int
     assert_equal_across_ranks(ddp.module)
 
 
-test_holds = as_table(globals(), METHODS)
+test_holds = as_table(globals(), METHODS, long=case_it_trains_about_as_well_as_averaged_gradients)
 
 
 def agrees_on_nan(rank: int, size: int, exchange: WeightExchange[Any]) -> None:
