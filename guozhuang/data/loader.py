@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, Protocol
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from guozhuang.data.given import FollowedSampler, SelfSharded
 from guozhuang.data.progress import EpochPass, whole_number
 from guozhuang.data.sampler import DistributedSampler, Ends, check_ends, replica
 from guozhuang.data.stream import StridedStream, check_stream
@@ -29,23 +31,28 @@ class _Ranked(Protocol):
 
 def loader(
     dataset: Dataset[Any] | Sized,
-    batch_size: int = 1,
+    batch_size: int | None = 1,
     *,
-    shuffle: bool = True,
+    global_batch_size: int | None = None,
+    shuffle: bool | None = None,
     seed: int = 0,
-    ends: Ends = "pad",
+    ends: Ends | None = None,
     num_workers: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    sampler: Any = None,
+    batch_sampler: Any = None,
     rank: int | None = None,
     num_replicas: int | None = None,
     world: _Ranked | None = None,
     drop_last: bool = False,
     stride_stream: bool = False,
+    sharded_stream: bool = False,
     **options: Any,
 ) -> Loader:
     """Return an iterable over the batches of this rank's share of a dataset.
 
-    The k-th batches of n ranks together are the k-th batch of one process with ``n * batch_size``.
+    The k-th batches of n ranks together are the k-th batch of one process with ``n * batch_size``, which is
+    ``global_batch_size``: a script that states that one trains on the same batches whatever the number of ranks.
 
     Worker processes are seeded from ``seed``, rank, epoch and worker (torch, numpy's global generator, ``random``):
     distinct, and the same in every run. With ``persistent_workers`` torch seeds them once, when they start. After a resume
@@ -54,29 +61,39 @@ def loader(
     differently on each rank if augmentations shall differ.
 
     Args:
-        dataset: a map-style dataset with a length, or a list; an ``IterableDataset`` only with ``stride_stream``.
-        batch_size: samples per batch and rank.
-        shuffle: use a different order in each epoch, equal on all ranks.
+        dataset: a map-style dataset with a length, or a list; an ``IterableDataset`` only with ``stride_stream`` or
+            ``sharded_stream``.
+        batch_size: samples per batch and rank. None: the dataset's items are batches already; ranks share the items.
+        global_batch_size: given instead: samples per batch of all ranks together, a multiple of their number.
+        shuffle: use a different order in each epoch, equal on all ranks; by default True, unless ``sampler`` or
+            ``batch_sampler`` gives the order.
         seed: must be equal on all ranks.
         ends: "pad" (default), "drop" or "uneven": how to share if the number of samples is no multiple of the number of
             ranks, as in ``DistributedSampler``. With "uneven", ranks may differ by one sample and so by one batch: train
             inside ``with model.join():`` of the wrapped model, or the ranks with one more wait for the others.
         num_workers: number of processes that load data; 0 loads in this process.
         collate_fn: makes a batch of a list of samples. Default: torch's ``default_collate``.
+        sampler: an iterable of indices with a length, over the whole dataset and equal on all ranks (torch's
+            ``WeightedRandomSampler``, for example); each rank takes every n-th index. See :class:`FollowedSampler` for what
+            it must keep to, so that a resume at any place and on any number of ranks finds its order again.
+        batch_sampler: the same for an iterable of lists of indices; each list is the batch of one rank, and a step of n
+            ranks takes n of them.
         rank: default as in ``DistributedSampler``.
         num_replicas: number of ranks that share; default as in ``DistributedSampler``.
         world: given instead of both; any object with ``rank`` and ``size``, such as the return value of ``init()``.
         drop_last: drop this rank's last batch if it is smaller than ``batch_size``. It is independent of ``ends``.
         stride_stream: declares that the ``IterableDataset`` yields its whole stream on each rank and worker, so that each
             rank keeps every n-th sample; see ``StridedStream``. Needs ``shuffle=False``.
+        sharded_stream: declares that the ``IterableDataset`` yields this rank's and worker's share itself; see
+            :class:`SelfSharded`. Needs ``shuffle=False``. It resumes on the same numbers of ranks and workers only, and
+            ranks may get different numbers of batches, as with ``ends="uneven"``.
         options: further arguments of ``torch.utils.data.DataLoader``. ``timeout`` (seconds to wait for a worker's
-            batch; when 0, torch waits for ever) is 1800 by default with workers. ``sampler``, ``batch_sampler``,
-            ``generator`` and ``in_order=False`` are refused, because share, resume and seeds would no longer hold.
+            batch; when 0, torch waits for ever) is 1800 by default with workers. ``generator`` and ``in_order=False`` are
+            refused, because resume and seeds would no longer hold.
 
     Raises:
         UsageError: one of these values cannot work; the text names it.
     """
-    batch_size = whole_number("batch_size", batch_size, least=1)
     num_workers = whole_number("num_workers", num_workers, least=0)
     seed = whole_number("seed", seed)
     chosen_ends = check_ends(ends, drop_last=False)
@@ -87,31 +104,63 @@ def loader(
             raise UsageError(explain("`world` and rank or num_replicas were both given", fix=fix))
         rank, num_replicas = world.rank, world.size
     num_replicas, rank = replica(num_replicas, rank)
+    batch_size = _per_rank(batch_size, global_batch_size, num_replicas)
+    if batch_size is None and drop_last:
+        what = "`drop_last` drops a batch that is too small, and with batch_size=None the dataset makes the batches"
+        raise UsageError(explain(what, fix='leave it out, or see ends="drop"'))
     if num_workers and "timeout" not in options:
         options["timeout"] = _WORKER_TIMEOUT_S
-    share: DistributedSampler | StridedStream
+    source: Any = dataset
+    share: DistributedSampler | StridedStream | SelfSharded
     if isinstance(dataset, IterableDataset):
-        check_stream(stride_stream, shuffle, dataset)
-        share = StridedStream(dataset, num_replicas, rank, batch_size, chosen_ends)
+        if sampler is not None or batch_sampler is not None:
+            what = "A sampler chooses by index, and an IterableDataset has none"
+            raise UsageError(explain(what, value=type(dataset).__name__, fix="leave the sampler out"))
+        check_stream(stride_stream, sharded_stream, shuffle is None or shuffle, dataset)
+        if stride_stream:
+            share = StridedStream(dataset, num_replicas, rank, batch_size or 1, chosen_ends)
+        elif ends in (None, "uneven"):
+            share = SelfSharded(dataset, num_replicas, rank, batch_size or 1, num_workers)
+        else:
+            what = "With `sharded_stream` the stream decides how many samples each rank gets"
+            raise UsageError(explain(what, value=ends, fix="leave `ends` out"))
+        source = share
         options.update(batch_size=batch_size, drop_last=drop_last)
-    elif stride_stream:
-        what = "`stride_stream` is for an IterableDataset"
+    elif stride_stream or sharded_stream:
+        name = "stride_stream" if stride_stream else "sharded_stream"
+        what = f"`{name}` is for an IterableDataset"
         raise UsageError(explain(what, value=type(dataset).__name__, fix="leave it out: this dataset is cut by index"))
+    elif sampler is not None or batch_sampler is not None:
+        _check_given(sampler, batch_sampler, shuffle, batch_size, drop_last)
+        given = sampler if batch_sampler is None else batch_sampler
+        share = FollowedSampler(given, num_replicas, rank, seed, chosen_ends)
+        if batch_sampler is not None:
+            batch_size = None
     else:
-        share = DistributedSampler(dataset, num_replicas, rank, shuffle, seed, ends=chosen_ends)
-        options["batch_sampler"] = BatchSampler(share, batch_size, drop_last)
+        share = DistributedSampler(dataset, num_replicas, rank, shuffle is None or shuffle, seed, ends=chosen_ends)
+    if isinstance(share, DistributedSampler):
+        batches = BatchSampler(share, batch_size, drop_last)
+        if batch_size is None and batch_sampler is None:
+            options.update(batch_size=None, sampler=batches)
+        else:
+            options["batch_sampler"] = batches
     generator = torch.Generator()
-    source: Any = share if isinstance(share, StridedStream) else dataset
-    batches: DataLoader[Any] = DataLoader(
+    fetched: DataLoader[Any] = DataLoader(
         source, num_workers=num_workers, collate_fn=collate_fn, generator=generator, **options
     )
-    return Loader(share, batches, batch_size, drop_last, seed)
+    return Loader(share, fetched, batch_size, drop_last, seed)
 
 
 class BatchSampler:
-    """An iterable over the batches of a sampler's current pass, each a list of sample indices; iterating changes no state."""
+    """An iterable over the batches of a sampler's current pass, each a list of sample indices; iterating changes no state.
 
-    def __init__(self, sampler: DistributedSampler, batch_size: int, drop_last: bool) -> None:
+    Args:
+        sampler: gives indices, or whole batches.
+        batch_size: indices in a batch; None: what the sampler gives is handed on as it is.
+        drop_last: leave out a last batch that is smaller.
+    """
+
+    def __init__(self, sampler: DistributedSampler, batch_size: int | None, drop_last: bool) -> None:
         self.sampler = sampler
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -120,12 +169,15 @@ class BatchSampler:
         """Return the number of batches of a whole epoch on this rank."""
         return _num_batches(len(self.sampler), self.batch_size, self.drop_last)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         """Return an iterator over lists of sample indices, one per batch; this call fixes the epoch, not the first list."""
         return self._batches(self.sampler.epoch, self.sampler.progress.start)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[list[int]]:
+    def _batches(self, epoch: int, start: int) -> Iterator[Any]:
         # As a generator it makes indices at the first ``next`` only: with workers torch calls iter() twice, and uses one.
+        if self.batch_size is None:
+            yield from self.sampler.indices(epoch, start)
+            return
         batch = []
         for index in self.sampler.indices(epoch, start):
             batch.append(index)
@@ -143,29 +195,33 @@ class Loader:
     not those that workers have fetched ahead, so ``state_dict`` may be called between any two steps.
 
     Attributes:
-        sampler: the ``DistributedSampler``, or the ``StridedStream`` of an ``IterableDataset``. Its ``state_dict`` is
-            the loader's.
-        batch_sampler: iterable of the index lists of the current pass; None for a stream.
+        sampler: the share of this rank: a ``DistributedSampler``, or a ``StridedStream`` or ``SelfSharded`` of an
+            ``IterableDataset``. Its ``state_dict`` is the loader's.
+        batch_sampler: iterable of the index lists of the current pass; None for a stream, and for items that are batches.
         dataset: the dataset given to ``loader``.
+        batch_size: samples per batch of this rank; None where the dataset or the batch sampler makes the batches.
     """
 
     def __init__(
         self,
-        share: DistributedSampler | StridedStream,
+        share: DistributedSampler | StridedStream | SelfSharded,
         batches: DataLoader[Any],
-        batch_size: int,
+        batch_size: int | None,
         drop_last: bool,
         seed: int,
     ) -> None:
         self.sampler = share
-        self.dataset: Any = share.dataset
+        self.dataset: Any = batches.dataset if isinstance(share, DistributedSampler) else share.dataset
         self.batch_size = batch_size
+        self._num_counted = (
+            batch_size or 1
+        )  # what one batch adds to the position: samples, or itself where they are given
         self.drop_last = drop_last
         self.seed = seed
         self.num_workers: int = batches.num_workers
         self.persistent_workers: bool = batches.persistent_workers
         self.collate_fn: Callable[[list[Any]], Any] = batches.collate_fn
-        self.batch_sampler = None if isinstance(share, StridedStream) else batches.batch_sampler
+        self.batch_sampler = batches.batch_sampler if isinstance(share, DistributedSampler) else None
         self._batches = batches
         self._run: EpochPass | None = None
         registry.add_loader(self)
@@ -187,12 +243,14 @@ class Loader:
         """
         smallest = self.sampler.smallest_share()
         if smallest is not None and self.drop_last:
-            smallest -= smallest % self.batch_size
+            smallest -= smallest % self._num_counted
         run = self._run = self.sampler.begin(smallest)
         generator = self._batches.generator
         assert generator is not None
         generator.manual_seed(_worker_seed(self.seed, self.sampler))
-        source = iter(self._batches)
+        source: Iterator[Any] = iter(self._batches)
+        if isinstance(self.sampler, SelfSharded):
+            source = itertools.islice(source, self.sampler.num_skipped, None)
         return self._hand_out(run, source)
 
     def _hand_out(self, run: EpochPass, source: Iterator[Any]) -> Iterator[Any]:
@@ -210,7 +268,7 @@ class Loader:
             except StopIteration:
                 break
             # A smaller last batch counts as a full one, so that ranks whose last batches differ save the same state.
-            run.took(self.batch_size)
+            run.took(self._num_counted)
             yield batch
         run.ran_out()
 
@@ -222,7 +280,7 @@ class Loader:
         """Return the position in the epoch: a few plain values, equal on all ranks that have made equally many steps.
 
         Save it after a step, from rank 0 or every rank; with ``ends="uneven"`` from rank 0. Batch size, number of
-        ranks, number of workers and ``ends`` may differ when it is loaded.
+        ranks, number of workers and ``ends`` may differ when it is loaded, but not for a stream that shares itself.
         """
         return self.sampler.state_dict()
 
@@ -235,11 +293,29 @@ class Loader:
         self.sampler.load_state_dict(state)
 
 
-def _num_batches(num_samples: int, batch_size: int, drop_last: bool) -> int:
+def _per_rank(batch_size: int | None, global_batch_size: int | None, num_replicas: int) -> int | None:
+    """Return how many samples a batch of one rank has; None if the dataset makes the batches."""
+    if global_batch_size is None:
+        return None if batch_size is None else whole_number("batch_size", batch_size, least=1)
+    whole = whole_number("global_batch_size", global_batch_size, least=1)
+    if batch_size != 1:
+        what = "`batch_size` counts per rank and `global_batch_size` all ranks together; both were given"
+        raise UsageError(explain(what, value=(batch_size, whole), fix="pass one of the two"))
+    if whole % num_replicas:
+        near = f"{max(whole - whole % num_replicas, num_replicas)} or {whole + num_replicas - whole % num_replicas}"
+        what = (
+            f"`global_batch_size` is no multiple of the number of ranks, {num_replicas}, so their shares would differ"
+        )
+        raise UsageError(explain(what, value=whole, fix=f"pass {near}, or start another number of ranks"))
+    return whole // num_replicas
+
+
+def _num_batches(num_samples: int, batch_size: int | None, drop_last: bool) -> int:
+    batch_size = batch_size or 1
     return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
 
 
-def _worker_seed(seed: int, share: DistributedSampler | StridedStream) -> int:
+def _worker_seed(seed: int, share: DistributedSampler | StridedStream | SelfSharded) -> int:
     """Return the seed of the generator from which torch draws the workers' seeds; distinct for each rank of a pass."""
     progress = share.progress
     entropy = [seed % 2**64, progress.epoch % 2**64, progress.start]
@@ -247,12 +323,22 @@ def _worker_seed(seed: int, share: DistributedSampler | StridedStream) -> int:
     return (int(np.random.SeedSequence(entropy).generate_state(1)[0]) + share.rank) % 2**32
 
 
+def _check_given(
+    sampler: object, batch_sampler: object, shuffle: bool | None, batch_size: int | None, drop_last: bool
+) -> None:
+    if sampler is not None and batch_sampler is not None:
+        raise UsageError(explain("`sampler` and `batch_sampler` were both given", fix="pass one of the two"))
+    name = "batch_sampler" if sampler is None else "sampler"
+    if shuffle:
+        what = f"`shuffle=True` was given, and `{name}` decides the order"
+        raise UsageError(explain(what, fix="pass one of the two"))
+    if batch_sampler is not None and (batch_size != 1 or drop_last):
+        what = "`batch_sampler` makes the batches, so their size and the smaller last one are its own"
+        fix = "leave batch_size, global_batch_size and drop_last out"
+        raise UsageError(explain(what, value=(batch_size, drop_last), fix=fix))
+
+
 def _check_options(options: Mapping[str, Any]) -> None:
-    for name in ("sampler", "batch_sampler"):
-        if options.get(name) is not None:
-            what = f"`{name}` was given, but the loader makes the sampler that shares, shuffles and resumes"
-            fix = f"leave it out, or use torch.utils.data.DataLoader(dataset, {name}=...)"
-            raise UsageError(explain(what, value=type(options[name]).__name__, fix=fix))
     if options.get("generator") is not None:
         what = "`generator` was given, but shuffle and workers are seeded by `seed`"
         raise UsageError(explain(what, fix="pass seed=... instead"))

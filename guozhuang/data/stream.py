@@ -129,14 +129,14 @@ class StridedStream(IterableDataset[Any]):
 _IDENTITY: Mapping[str, Any] = {"stream": True}
 
 
-def check_stream(stride_stream: bool, shuffle: bool, dataset: IterableDataset[Any]) -> None:
-    """Raise ``UsageError`` if an ``IterableDataset`` is used without ``stride_stream``, or with ``shuffle``."""
+def check_stream(stride_stream: bool, sharded_stream: bool, shuffle: bool, dataset: IterableDataset[Any]) -> None:
+    """Raise ``UsageError`` unless an ``IterableDataset`` is declared to be whole or a share, or if it is to be shuffled."""
     name = type(dataset).__name__
-    if not stride_stream:
+    if stride_stream == sharded_stream:
         what = "An IterableDataset does not say whether each rank and worker gets the whole stream or a part of it"
         fix = (
             "if iterating it gives the whole stream to everyone, pass stride_stream=True and each rank keeps every "
-            "n-th sample; if it cuts itself in shares, use torch.utils.data.DataLoader for it"
+            "n-th sample; if it cuts itself in shares, pass sharded_stream=True"
         )
         raise UsageError(explain(what, value=name, fix=fix))
     if shuffle:

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DistributedSampler as TorchSampler
 
 from guozhuang.data import DistributedSampler, Loader, loader
 from guozhuang.errors import UsageError
@@ -351,18 +352,27 @@ def test_world_instead_of_rank() -> None:
     ("data", "options", "message"),
     [
         (range(5), {"batch_size": 0}, r"`batch_size` is too small \(got 0\)"),
-        (range(5), {"batch_size": None}, "`batch_size` is not a whole number"),
+        (range(5), {"batch_size": "4"}, "`batch_size` is not a whole number"),
+        (range(5), {"batch_size": 2, "global_batch_size": 4}, "`batch_size` counts per rank.*both were given"),
+        (range(5), {"global_batch_size": 32, "num_replicas": 3, "rank": 0}, "no multiple of.* 3,.*pass 30 or 33"),
+        (range(5), {"batch_size": None, "drop_last": True}, "`drop_last` drops a batch that is too small"),
         (range(5), {"num_workers": -1}, "`num_workers` is too small"),
         (range(5), {"rank": 2, "num_replicas": 2}, "`rank` is not within 0 to 1"),
         (range(5), {"ends": "cut"}, "`ends` is not known"),
-        (range(5), {"sampler": [1, 2]}, "`sampler` was given.*DataLoader"),
-        (range(5), {"batch_sampler": [[1]], "shuffle": True}, "`batch_sampler` was given"),
+        (range(5), {"sampler": iter([1, 2])}, "must be an iterable with a length"),
+        (range(5), {"sampler": TorchSampler(range(5), 2, 0)}, "divides the data among ranks itself"),
+        (range(5), {"sampler": [1], "batch_sampler": [[1]]}, "`sampler` and `batch_sampler` were both given"),
+        (range(5), {"batch_sampler": [[1]], "shuffle": True}, "`shuffle=True` was given, and `batch_sampler` decides"),
+        (range(5), {"batch_sampler": [[1]], "batch_size": 3}, "`batch_sampler` makes the batches"),
         (range(5), {"generator": torch.Generator()}, "`generator` was given.*seed="),
         (range(5), {"in_order": False, "num_workers": 1}, "`in_order=False` gives batches out of order"),
         (range(5), {"stride_stream": True}, "`stride_stream` is for an IterableDataset"),
         (iter(range(5)), {}, "The dataset has no length"),
         (Numbers(5), {}, "does not say whether each rank.*stride_stream=True"),
         (Numbers(5), {"stride_stream": True}, "cannot be shuffled by index.*shuffle=False"),
+        (Numbers(5), {"sharded_stream": True, "stride_stream": True, "shuffle": False}, "does not say whether each"),
+        (Numbers(5), {"sharded_stream": True, "shuffle": False, "ends": "drop"}, "the stream decides how many"),
+        (Numbers(5), {"stride_stream": True, "shuffle": False, "sampler": [1]}, "A sampler chooses by index"),
     ],
 )
 def test_wrong_arguments(data: Any, options: dict[str, Any], message: str) -> None:
