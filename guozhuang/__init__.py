@@ -1,5 +1,6 @@
 """Guozhuang trains one PyTorch model on many processes; how it is spread is chosen outside the training script."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 # The world is imported first: it raises if PyTorch is too old, or was built without torch.distributed.
@@ -18,6 +19,9 @@ from .strategies import register as _register_strategy
 from .sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
+    from .script.rank_zero import print as print
+    from .script.rank_zero import rank_zero
+    from .script.reduce import reduce
     from .sharding import clip_grad_norm_
 
 __all__ = [
@@ -31,8 +35,18 @@ __all__ = [
     "init",
     "loader",
     "prepare",
+    "rank_zero",
+    "reduce",
     "shutdown",
-]
+]  # without "print", so that `from guozhuang import *` leaves Python's alone
+
+# Where names are defined whose modules are imported at their first use only.
+_LATER = {
+    "clip_grad_norm_": "sharding",
+    "print": "script.rank_zero",
+    "rank_zero": "script.rank_zero",
+    "reduce": "script.reduce",
+}
 
 _register()  # makes the backend name "shm" known to torch; starts nothing
 for _after, _fields in _strategies_of_others:
@@ -40,9 +54,8 @@ for _after, _fields in _strategies_of_others:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "clip_grad_norm_":  # the sharded optimizer is imported at its first use only
-        from .sharding import clip_grad_norm_
-
-        globals()[name] = clip_grad_norm_
-        return clip_grad_norm_
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = found
+    return found

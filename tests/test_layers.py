@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("exchange", "sync_batch_norm"),
     ("gradients", "weights", "optim"),  # an optimizer may bring its exchange
     ("distributed", "data_parallel", "sharding", "parallel"),
-    ("strategies", "checkpoint"),
+    ("strategies", "script", "checkpoint"),
     ("workloads",),
     ("launch",),
     ("lab", "check"),  # start ranks as `guozhuang run` does
