@@ -36,6 +36,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)  # ProcessGroup's other constructor, which takes a store, refuses subclasses
         self._rank, self._size, self._backend = rank, size, backend
         self._name, self._description = "", ""
+        versions.register_backend(self, rank, size, backend)
 
     def getBackendName(self) -> str:
         """Return the backend name."""

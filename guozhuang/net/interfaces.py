@@ -23,9 +23,16 @@ _LOCAL_BRIDGE = re.compile(r"docker\d+|virbr\d+|lxcbr\d+|lxdbr\d+|podman\d+|cni-
 # Any port will do: connecting a datagram socket sends nothing, it only makes the kernel choose a route.
 _ANY_PORT = 9
 LOOPBACK, LOOPBACK_NAMES = "127.0.0.1", ("lo", "lo0")
+# What gloo and NCCL write when they cannot reach a peer or listen for it.
+_ABOUT_INTERFACES = re.compile(r"(?i)connect|interface|address|socket|network|route|timed? ?out")
 # Addresses reserved for documentation; used only to look up the kernel's default route, nothing is sent.
 _SOMEWHERE = ("198.51.100.1", "2001:db8::1")
 _log = logging.getLogger("guozhuang")
+
+
+def is_about_interfaces(error: BaseException) -> bool:
+    """Return whether an error of gloo or NCCL may come from the choice of the network interface, judged by its text."""
+    return _ABOUT_INTERFACES.search(str(error)) is not None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.errors import MismatchError, UsageError, WorldError, explain
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.world.devices import (
     BIND_DEVICES,
@@ -38,7 +38,7 @@ from guozhuang.world.devices import (
 )
 from guozhuang.world.identity import Identity, World
 from guozhuang.world.requests import HangTimeout, requested_backend, requested_hang_timeout
-from guozhuang.world.versions import default_store
+from guozhuang.world.versions import default_store, newer_than_tried
 
 # Modules about launchers and stores are imported inside the functions that need them, to keep ``import guozhuang`` cheap.
 if TYPE_CHECKING:
@@ -156,14 +156,25 @@ def init(
         )
     except BaseException as error:
         _restore_interfaces()
-        if not isinstance(error, RuntimeError):
+        if not isinstance(error, RuntimeError) or isinstance(error, WorldError | MismatchError):
             raise
-        what = f"the ranks met, but backend {chosen_backend!r} could not connect them: {error}"
-        fix = "set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the network interface that leads to the other nodes"
-        raise WorldError(explain(what, rank=identity.rank, fix=fix)) from error
+        raise _not_made(chosen_backend, error, identity.rank) from error
     world = _enter(identity, chosen_device, chosen_backend, timeout_s, made_group=True, asked=(backend, device))
     _start_heartbeat(store, world, identity, hang_timeout, behind_door=bool(meeting.doors))
     return world
+
+
+def _not_made(backend: str, error: RuntimeError, rank: int) -> WorldError:
+    """Return the error for a process group that PyTorch could not make; the advice fits the cause."""
+    from guozhuang.net import interfaces
+
+    if interfaces.is_about_interfaces(error):
+        what = f"the ranks met, but backend {backend!r} could not connect them: {error}"
+        fix = f"set {interfaces.GLOO} or {interfaces.NCCL} to the network interface that leads to the other nodes"
+    else:
+        what = f"the ranks met, but PyTorch {torch.__version__} could not make their {backend!r} group: {error}"
+        fix = newer_than_tried() or "mend what PyTorch's own error names, or try another backend (--backend gloo)"
+    return WorldError(explain(what, rank=rank, fix=fix))
 
 
 def current() -> World | None:
@@ -282,6 +293,8 @@ def _enter(
     _session.backend, _session.timeout_s, _session.process = backend, timeout_s, os.getpid()
     atexit.unregister(_leave)
     atexit.register(_leave)
+    if world.rank == 0 and newer_than_tried():
+        _log.warning("%s", newer_than_tried())
     by_whom = ["chosen" if one is None else "as asked" for one in asked]
     _log.info(
         "rank %d of %d on node %d of %d, launcher %s; backend %s (%s), device %s (%s)%s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -14,6 +15,8 @@ from guozhuang.errors import explain
 
 # The oldest version of PyTorch that works: it has stores on a given socket, process groups written in Python, and their names.
 OLDEST = (2, 11)
+# The newest version with which the tests of `make test-torch` passed.
+NEWEST_TRIED = (2, 15)
 
 #: The renamed methods of a process group, each with its name in older versions. PyTorch's own backends have the older names
 #: in all versions, so we call their methods by the older names.
@@ -39,14 +42,26 @@ def require(part: str, oldest: tuple[int, int] = OLDEST, version: str = torch.__
     Raises:
         ImportError: this PyTorch is older, or was built without ``torch.distributed``.
     """
-    wanted = ".".join(map(str, oldest))
-    match = re.match(r"([0-9]+)\.([0-9]+)", version)
-    if match is None or (int(match[1]), int(match[2])) < oldest:
+    if _numbers(version) < oldest:
+        wanted = ".".join(map(str, oldest))
         fix = f"pip install --upgrade 'torch>={wanted}', or an older release of guozhuang"
         raise ImportError(explain(f"{part} needs PyTorch {wanted} or later", value=version, fix=fix))
     if not dist.is_available():
         what = f"{part} needs torch.distributed, which this build of PyTorch {version} was made without"
         raise ImportError(explain(what, fix="install a build from pytorch.org or PyPI"))
+
+
+def newer_than_tried(version: str = torch.__version__) -> str:
+    """Return a sentence that says so if PyTorch is newer than any version that guozhuang was tried with; else ""."""
+    if _numbers(version) <= NEWEST_TRIED:
+        return ""
+    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST_TRIED))
+    return f"guozhuang was tried with PyTorch {oldest} to {newest}; this is {version}, which may differ"
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    match = re.match(r"([0-9]+)\.([0-9]+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 require("guozhuang.world")  # raise here, before the lines below look up functions that older versions lack
@@ -67,6 +82,34 @@ def answer_older_names(group: type) -> None:
     for name, older in RENAMED.items():
         if name in vars(group) and older not in vars(group):
             setattr(group, older, vars(group)[name])
+
+
+def register_backend(group: Any, rank: int, size: int, name: str) -> None:
+    """Register a backend for the CPU with a process group written in Python, where this version of PyTorch asks for one.
+
+    From 2.15 on ``init_process_group`` attaches a flight recorder to every group, which raises for a group without a backend.
+    Such a group answers all calls itself, so this backend only has a rank, a size and a name; nothing is recorded through it.
+    """
+    if hasattr(torch._C._distributed_c10d, "FlightRecorderHook"):
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        group._set_default_backend(kind)
+        group._register_backend(torch.device("cpu"), kind, _backend_class()(rank, size, name))
+
+
+@functools.cache
+def _backend_class() -> Callable[[int, int, str], Any]:
+    """Return a class of backends that only have a rank, a size and a name. Older versions of PyTorch allow no such class."""
+    base: Any = torch._C._distributed_c10d.Backend
+
+    class NamedBackend(base):  # type: ignore[misc]
+        def __init__(self, rank: int, size: int, name: str) -> None:
+            super().__init__(rank, size)
+            self._name = name
+
+        def getBackendName(self) -> str:
+            return self._name
+
+    return NamedBackend
 
 
 def name_of(method: str) -> str:

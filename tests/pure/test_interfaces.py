@@ -70,3 +70,19 @@ def test_variables_towards_a_master() -> None:
     # Both were set: the master's name need not even resolve.
     assert interfaces.variables_towards("nosuch.invalid", {GLOO: "a", NCCL: "b"}) == {}
     assert interfaces.variables_towards("nosuch.invalid", {GLOO: "a"}, LOOPBACK)[GLOO] == LOOPBACK
+
+
+@pytest.mark.parametrize(
+    ("text", "is_about"),
+    [
+        ("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error", True),
+        ("[enforce fail at gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: eth7", True),
+        ("NCCL WARN Bootstrap : no socket interface found", True),
+        ("Connection refused", True),
+        ("Wait timeout: Timed out waiting 600000ms for recv operation to complete", True),
+        ("Could not find the default backend type 0 for Process Group with name shm.", False),
+        ("Unknown c10d backend type MADE_UP", False),
+    ],
+)
+def test_only_errors_that_may_come_from_the_interface_are_about_it(text: str, is_about: bool) -> None:
+    assert interfaces.is_about_interfaces(RuntimeError(text)) == is_about

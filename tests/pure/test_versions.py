@@ -33,6 +33,16 @@ def test_too_old(version: str) -> None:
     assert "pip install" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [("2.13.0", False), ("2.15.0", False), ("2.15.2+cu132", False), ("2.16.0a0", True), ("3.0", True), ("10.1", True)],
+)
+def test_a_version_newer_than_any_tried(version: str, says: bool) -> None:
+    text = versions.newer_than_tried(version)
+    assert bool(text) == says
+    assert not says or ("2.11 to 2.15" in text and version in text)
+
+
 OLD_AND_WITHOUT = """
 import importlib, sys, types
 import torch

@@ -505,3 +505,17 @@ def test_a_rank_of_srun_finds_its_device(notes: list[str], chosen: str | None, m
 
 
 SRUN_2 = Identity("slurm", rank=2, size=3, local_rank=2, local_size=3, node_rank=0, num_nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("Connection refused", True),
+        ("Could not find the default backend type 0 for Process Group with name shm.", False),
+    ],
+)
+def test_interfaces_are_named_only_where_they_may_be_the_cause(text: str, named: bool) -> None:
+    error = session._not_made("shm", RuntimeError(text), 3)
+    assert text in str(error) and "[rank 3]" in str(error)
+    assert (interfaces.GLOO in str(error)) == named
+    assert named or "--backend gloo" in str(error) or "was tried with" in str(error)

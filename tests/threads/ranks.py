@@ -229,6 +229,7 @@ class _Worlds:
 
 def _empty_world() -> SimpleNamespace:
     maps = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
+    maps += ("pg_flight_recorder_hooks",)  # from PyTorch 2.15 on
     return SimpleNamespace(default_pg=None, group_count=0, comms=[], **{name: {} for name in maps})
 
 

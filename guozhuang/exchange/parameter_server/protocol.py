@@ -35,7 +35,7 @@ from ...errors import PeerLost, WorldError, explain
 from ...groups import roll_call
 from ...groups.gloo import Crossing, choose_address
 from ...net.client import Client, PatientStore
-from ...net.interfaces import own_address
+from ...net.interfaces import is_about_interfaces, own_address
 from ...net.meet import WorldStore, open_store
 from ...net.meeting_point import MeetingPoint
 from ...net.store import loopback_address
@@ -321,6 +321,8 @@ def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: fl
     try:
         crossing = Crossing(dist.PrefixStore("gloo", store), rank, size, limit_s, address)
     except RuntimeError as error:
+        if isinstance(error, WorldError) or not is_about_interfaces(error):
+            raise
         what = f"workers and servers met, but gloo could not connect them: {error}"
         fix = "set GLOO_SOCKET_IFNAME to the network interface that leads to the other hosts"
         raise WorldError(explain(what, rank=rank, fix=fix)) from error
