@@ -1,24 +1,23 @@
 """Guozhuang trains one PyTorch model on many processes; how it is spread is chosen outside the training script."""
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
-# The world is imported first: it raises if PyTorch is too old, or was built without torch.distributed.
-from .world import World, init, shutdown
-
-# isort: split
-from .compat import STRATEGIES as _strategies_of_others
-from .data import DistributedSampler, loader
-from .data_parallel import DataParallel
-from .distributed import DistributedDataParallel
-from .errors import PeerLost
-from .groups.backend import register as _register
-from .strategies import Strategy as _Strategy
-from .strategies import prepare
-from .strategies import register as _register_strategy
-from .sync_batch_norm import SyncBatchNorm
-
 if TYPE_CHECKING:
+    from .public import (
+        DataParallel,
+        DistributedDataParallel,
+        DistributedSampler,
+        PeerLost,
+        SyncBatchNorm,
+        World,
+        init,
+        loader,
+        prepare,
+        shutdown,
+    )
     from .script.rank_zero import print as print
     from .script.rank_zero import rank_zero
     from .script.reduce import reduce
@@ -48,14 +47,23 @@ _LATER = {
     "reduce": "script.reduce",
 }
 
-_register()  # makes the backend name "shm" known to torch; starts nothing
-for _after, _fields in _strategies_of_others:
-    _register_strategy(_Strategy(**_fields), _after)
+
+def _is_the_command() -> bool:
+    """Return whether this process is the command ``guozhuang``, which imports torch only when it has understood its words."""
+    name: str = os.path.basename(getattr(sys, "argv", [""])[0])
+    if name == "-m":  # Python looks for the module of ``python -m MODULE``
+        words: list[str] = sys.orig_argv
+        return "-m" in words and words[words.index("-m") + 1 :][:1] == ["guozhuang"]
+    return name == "guozhuang"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LATER and name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    found = getattr(importlib.import_module(f"{__name__}.{_LATER.get(name, 'public')}"), name)
     globals()[name] = found
     return found
+
+
+if not _is_the_command():
+    from .public import *  # noqa: F403

@@ -1,15 +1,40 @@
-"""The command ``guozhuang``: finds the subcommand and loads the module that carries it out, only when it is called."""
+"""The command ``guozhuang``: finds the subcommand and loads the module that carries it out, only when it is called.
+
+Torch is imported when a command line has been understood and is carried out, so that ``--help``, ``--version``, mistakes and
+completion take a tenth of a second. So parsers stand in modules that do not import it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import functools
 import importlib.metadata
 import os
+import platform
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
-from guozhuang.errors import UsageError, WorldError
+from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.console.say import say
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: a line for ``guozhuang --help``, a function that returns its parser, and one that carries it out.
+
+    Attributes:
+        help: what it does, in a line.
+        parser: returns the parser, whose ``prog`` is "guozhuang NAME", without importing torch.
+        run: takes the words after the subcommand, and returns the exit code.
+    """
+
+    help: str
+    parser: Callable[[], argparse.ArgumentParser]
+    run: Callable[[Sequence[str]], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,11 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     _open_closed()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = _COMMANDS.get(arguments[0]) if arguments else None
+    command = COMMANDS.get(arguments[0]) if arguments else None
     try:
         if command is not None:
-            return command(arguments[1:])
-        _parser().parse_args(arguments or ["--help"])  # ends the process: no known command was given
+            return command.run(arguments[1:])
+        if arguments and not arguments[0].startswith("-"):
+            raise UsageError(_unknown(arguments[0]))
+        _suggesting(parser()).parse_args(arguments or ["--help"])  # ends the process: no command was given
         return 2
     except (UsageError, WorldError) as error:
         say(str(error), "guozhuang")
@@ -36,6 +63,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted", "guozhuang")
         return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of ``guozhuang`` with those of all its subcommands, for its help and for completion."""
+    made = argparse.ArgumentParser(
+        prog="guozhuang", description="Train one PyTorch model on many processes, and see which way is best."
+    )
+    made.add_argument("--version", action=_Version, nargs=0, help="show the versions of guozhuang, torch and Python")
+    commands = made.add_subparsers(title="commands", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help, add_help=False)
+    return made
+
+
+def _unknown(word: str) -> str:
+    near = difflib.get_close_matches(word, COMMANDS, 1)
+    fix = f"write guozhuang {near[0]}" if near else "see guozhuang --help"
+    return explain(f"there is no such command; there are {', '.join(COMMANDS)}", value=word, fix=fix)
+
+
+def _suggesting(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Let a parser name the nearest option where an unknown one was given; return the parser."""
+    known = [option for option in parser._option_string_actions if option.startswith("--")]
+    parser.error = functools.partial(_error, parser.error, known)  # type: ignore[method-assign]
+    return parser
+
+
+def _error(end: Callable[[str], NoReturn], known: Iterable[str], message: str) -> NoReturn:
+    if message.startswith("unrecognized arguments"):
+        unknown = [word.partition("=")[0] for word in re.findall(r"(?<=\s)--[^\s]+", message)]
+        near = [each for word in unknown for each in difflib.get_close_matches(word, known, 1)]
+        message += f". Did you mean {' '.join(dict.fromkeys(near))}?" if near else ""
+    end(message)
+
+
+class _Version(argparse.Action):
+    """Prints the versions, which are looked up only then, and ends the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"guozhuang {_version('guozhuang')} (torch {_version('torch')}, Python {platform.python_version()})")
+        parser.exit()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed; run from its source)"
 
 
 def _open_closed() -> None:
@@ -48,47 +123,78 @@ def _open_closed() -> None:
             os.set_inheritable(opened, True)
 
 
+def _run_parser() -> argparse.ArgumentParser:
+    from guozhuang.launch.options.arguments import parser
+
+    return parser()
+
+
 def _run(arguments: Sequence[str]) -> int:
-    from guozhuang import compat, launch
+    from guozhuang.launch.options.arguments import read
+
+    found = read(arguments, _suggesting)
+    from guozhuang import compat, public  # noqa: F401
+    from guozhuang.launch import agent
     from guozhuang.launch.request import Request
 
-    return launch.main(arguments, Request(compat.extension()))
+    return agent.execute(found, Request(compat.extension()))
+
+
+def _compare_parser() -> argparse.ArgumentParser:
+    from guozhuang.lab.options import parser
+
+    return parser()
 
 
 def _compare(arguments: Sequence[str]) -> int:
-    from guozhuang import compat
+    found = _suggesting(_compare_parser()).parse_args(list(arguments))
+    from guozhuang import compat, public  # noqa: F401
     from guozhuang.lab import compare
 
-    parser = argparse.ArgumentParser(
-        prog="guozhuang compare", description="Train the same workload under several strategies, side by side."
-    )
-    compare.add_arguments(parser)
-    return compare.run(parser.parse_args(list(arguments)), compat.extension().python_path)
+    return compare.run(found, compat.extension().python_path)
+
+
+def _check_parser() -> argparse.ArgumentParser:
+    from guozhuang.check.arguments import parser
+
+    return parser()
 
 
 def _check(arguments: Sequence[str]) -> int:
-    from guozhuang import check
+    found = _suggesting(_check_parser()).parse_args(list(arguments))
+    from guozhuang import public  # noqa: F401
+    from guozhuang.check import command
 
-    return check.main(arguments)
+    return command.execute(found)
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"check": _check, "compare": _compare, "run": _run}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="guozhuang", description="Train one PyTorch model on many processes, and see which way is best."
+def _completion_parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="guozhuang completion",
+        description="Print a shell script that completes commands, options and their choices. "
+        'For bash: eval "$(guozhuang completion bash)" in ~/.bashrc. For zsh: guozhuang completion zsh > FOLDER/_guozhuang, '
+        "where FOLDER is one of $fpath.",
     )
-    parser.add_argument("--version", action="version", version=f"guozhuang {_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    commands.add_parser("run", help="start the ranks of a training script (takes torchrun's options)")
-    commands.add_parser("check", help="measure links and compare hosts, and say what is wrong")
-    commands.add_parser("compare", help="train the same workload under several strategies, side by side")
-    return parser
+    made.add_argument("shell", choices=("bash", "zsh"), help="the shell to complete in")
+    return made
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("guozhuang")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed; run from its source)"
+def _completion(arguments: Sequence[str]) -> int:
+    shell = _completion_parser().parse_args(list(arguments)).shell
+    import shtab
+
+    made = argparse.ArgumentParser(prog="guozhuang")
+    made.add_argument("--version", action=_Version, nargs=0, help="show versions")
+    commands = made.add_subparsers()
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help, parents=[command.parser()], add_help=False)
+    print(shtab.complete(made, shell))
+    return 0
+
+
+COMMANDS = {
+    "run": Command("start the ranks of a training script (takes torchrun's options)", _run_parser, _run),
+    "check": Command("measure links and compare hosts, and say what is wrong", _check_parser, _check),
+    "compare": Command("train the same workload under several strategies, side by side", _compare_parser, _compare),
+    "completion": Command("print what lets bash or zsh complete this command line", _completion_parser, _completion),
+}

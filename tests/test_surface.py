@@ -33,7 +33,7 @@ NAMES = {
     "reduce",
     "shutdown",
 }
-COMMANDS = {"check", "compare", "run"}
+COMMANDS = {"check", "compare", "completion", "run"}
 SSH_OPTIONS = {
     "-H",
     "-x",
@@ -62,6 +62,7 @@ RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
 }
 CHECK_OPTIONS = SSH_OPTIONS | {"-np", "--help", "--json", "--timeout"}
 COMPARE_OPTIONS = {
+    "--all",
     "--backend",
     "--bad-rows",
     "--batch-size",
@@ -150,15 +151,15 @@ def test_public_names() -> None:
 def test_commands() -> None:
     from guozhuang import cli
 
-    assert set(cli._COMMANDS) == COMMANDS
-    help_text = cli._parser().format_help()
-    assert all(re.search(rf"^ +{command} ", help_text, re.MULTILINE) for command in COMMANDS)
+    assert set(cli.COMMANDS) == COMMANDS
+    help_text = cli.parser().format_help()
+    assert all(re.search(rf"^ +{command}\b", help_text, re.MULTILINE) for command in COMMANDS)
 
 
 def test_options_of_run() -> None:
     from torch.distributed.run import get_args_parser
 
-    from guozhuang.launch.options.plan import parser
+    from guozhuang.launch.options.arguments import parser
 
     torchrun = options(get_args_parser())
     assert torchrun <= options(parser()), "every option of torchrun is an option of guozhuang run"
@@ -173,15 +174,13 @@ def test_options_of_run() -> None:
 
 
 def test_options_of_compare() -> None:
-    from guozhuang.lab import compare
+    from guozhuang.lab.options import parser
 
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
-    assert options(parser) == COMPARE_OPTIONS
+    assert options(parser()) == COMPARE_OPTIONS
 
 
 def test_options_of_check() -> None:
-    from guozhuang.check.command import parser
+    from guozhuang.check.arguments import parser
 
     assert options(parser()) == CHECK_OPTIONS
 

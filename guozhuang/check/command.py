@@ -15,13 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from guozhuang import launch
+from guozhuang.check.arguments import parser
 from guozhuang.check.results import Absence, CheckResults, exit_code, from_json, to_json
 from guozhuang.check.verdict import judge
-from guozhuang.check.worker import DEFAULT_TIMEOUT_S, longest_s, printed_result, redirected, take_part
+from guozhuang.check.worker import longest_s, printed_result, redirected, take_part
 from guozhuang.errors import UsageError, explain
+from guozhuang.launch import agent
 from guozhuang.launch.hosts import options as hosts
 from guozhuang.launch.hosts import placement, ssh
+from guozhuang.launch.options.arguments import DEFAULT_START_TIMEOUT_S
 from guozhuang.launch.request import Request, RunReport
 from guozhuang.launch.signals import ENDING
 from guozhuang.world import slurm
@@ -48,7 +50,11 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: the command line or the environment cannot work.
     """
-    options = parser().parse_args(list(arguments))
+    return execute(parser().parse_args(list(arguments)))
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Run the command with options that are parsed already; see :func:`main`."""
     if not (math.isfinite(options.timeout) and options.timeout >= 1):
         raise UsageError(explain("--timeout is a number of seconds, at least 1", value=options.timeout))
     if options.start_timeout is not None and not 0 < options.start_timeout < 1e6:
@@ -73,29 +79,6 @@ def main(arguments: Sequence[str]) -> int:
     if hint and not over_ssh:
         results = replace(results, notes=(hint, *results.notes))
     return show(results, options.json)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``guozhuang check``; its options for several hosts are those of ``guozhuang run``."""
-    made = argparse.ArgumentParser(
-        prog="guozhuang check",
-        description="Measure the links between ranks, compare their hosts, and say what is wrong. Starts ranks on this node, "
-        "or over -H; or takes part where a launcher has started it: `srun guozhuang check`, `torchrun -m guozhuang check`.",
-        epilog="Exit code: 0 nothing that breaks training; 1 something that does; 2 the command line cannot work.",
-    )
-    made.add_argument(
-        "-np", type=int, metavar="N", help="Ranks: on this node (default: one per CUDA device, else 2), or of all -H."
-    )
-    made.add_argument(
-        "--timeout",
-        type=float,
-        default=DEFAULT_TIMEOUT_S,
-        metavar="S",
-        help=f"Limit in seconds of each step: meeting, links, all_reduce (default: {DEFAULT_TIMEOUT_S:g}).",
-    )
-    made.add_argument("--json", action="store_true", help="Print one JSON document instead of tables.")
-    hosts.add_arguments(made.add_argument_group("several hosts, over ssh"))
-    return made
 
 
 def show(results: CheckResults, as_json: bool) -> int:
@@ -136,7 +119,7 @@ def _over_hosts(options: argparse.Namespace) -> CheckResults:
     open_hosts = [(name, int(count)) for name, count in placed if name not in shut]
     if not open_hosts:
         return CheckResults(num_ranks, "guozhuang run", absences=tuple(closed))
-    start = options.start_timeout or hosts.DEFAULT_START_TIMEOUT_S
+    start = options.start_timeout or DEFAULT_START_TIMEOUT_S
     there = ",".join(f"[{name}]:{count}" if ":" in name else f"{name}:{count}" for name, count in open_hosts)
     command = ["-H", there, *_forwarded(options)]
     num_open = sum(count for _, count in open_hosts)
@@ -168,7 +151,7 @@ def _run(start: Sequence[str], num_ranks: int, timeout_s: float, start_s: float)
     reports: list[RunReport] = []
     with _captured() as streams, _limited(limit_s, streams) as over:
         try:
-            code = launch.main(command, Request(report=reports.append))
+            code = agent.main(command, Request(report=reports.append))
         except SystemExit as error:  # raised by the launcher's argument parser; its text is in streams.err
             code = error.code if isinstance(error.code, int) else 1
     text = printed_result(streams.out)

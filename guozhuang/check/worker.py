@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
+from guozhuang.check.arguments import DEFAULT_TIMEOUT_S
 from guozhuang.check.facts import collect, network
 from guozhuang.check.results import OTHER_VERSION, Absence, CheckResults, Facts, to_json
 from guozhuang.check.steps import ENDED_S, CheckState, Steps, read, steps_limit_s, store_of, write
@@ -37,7 +38,6 @@ from guozhuang.world import session
 from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity
 
-DEFAULT_TIMEOUT_S = 20.0
 _FACTS_S = 15.0
 _LATE_S = 5.0  # seconds by which rank 0 may start to wait for the ranks later than another rank does
 _LEAVE_S = 3.0

@@ -1,6 +1,6 @@
-"""The interfaces of other systems (Horovod), so that scripts for them run unchanged. Only ``__init__`` and ``cli`` import this.
+"""The interfaces of other systems (Horovod), so that scripts for them run unchanged. Only ``public`` and ``cli`` import this.
 
-Strategies for such systems are declared here as data, which the package's ``__init__`` adds to the table of strategies.
+Strategies for such systems are declared here as data, which ``public`` adds to the table of strategies.
 """
 
 from typing import TYPE_CHECKING, Any

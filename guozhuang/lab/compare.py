@@ -23,7 +23,7 @@ import torch
 from guozhuang import strategies, timeline, units
 from guozhuang.lab.contender import Contender
 from guozhuang.lab.measure import difference
-from guozhuang.lab.plan import FEWEST_ROUNDS, ComparisonPlan, add_arguments, notes_of, plan_of
+from guozhuang.lab.plan import FEWEST_ROUNDS, ComparisonPlan, notes_of, plan_of
 from guozhuang.lab.results import (
     Difference,
     Machine,
@@ -42,8 +42,6 @@ from guozhuang.world.machine import processor_name, usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-__all__ = ["add_arguments", "run"]
 
 _TIMELINE_STEPS = 10
 

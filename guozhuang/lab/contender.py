@@ -42,6 +42,18 @@ class Contender:
         return f"{self.entry.summary} ({', '.join(added)})" if added else self.entry.summary
 
 
+def short_set(on_cpu: bool, shares_memory: bool) -> tuple[str, ...]:
+    """Return the names of the strategies that are compared when none are named: the references, and what may win there.
+
+    Args:
+        on_cpu: whether the ranks compute on CPUs.
+        shares_memory: whether the CPU ranks exchange through shared memory, so that it costs little to send much.
+    """
+    on_cpus = ("dp", "sharded") if shares_memory else ("sharded", "quantize8")
+    fitting = on_cpus if on_cpu else ("sharded", "sharded-weights")
+    return ("single", "ddp", "torch-ddp", *fitting, "none")
+
+
 def contenders(text: str, backend: str | None, num_groups: int, on_cpu: bool) -> tuple[Contender, ...]:
     """Parse ``--strategies``, ``--backend`` and ``--groups`` into the rows of a comparison.
 

@@ -12,12 +12,13 @@ import torch
 
 from guozhuang import strategies, units, workloads
 from guozhuang.errors import UsageError, explain
-from guozhuang.lab.contender import Contender, contenders
+from guozhuang.lab.contender import Contender, contenders, short_set
+from guozhuang.lab.options import DEFAULT_ROUNDS, DEFAULT_STEPS
 from guozhuang.lab.results import ComparisonSettings
+from guozhuang.world.devices import SHARED_MEMORY, backend_of_cpu_ranks
 from guozhuang.world.machine import usable_cores
 
-DEFAULT_STEPS = 50
-DEFAULT_ROUNDS, FEWEST_ROUNDS = 3, 2
+FEWEST_ROUNDS = 2
 
 _BUSY = 0.2  # if other programs use more than this share of the cores, the report warns; an idle desktop stays below
 
@@ -56,65 +57,6 @@ class ComparisonPlan:
         return tuple(one.name for one in self.contenders)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``guozhuang compare`` and of the workloads to a parser."""
-    names = ",".join(strategies.STRATEGIES)
-    what = parser.add_argument_group("what is compared")
-    what.add_argument(
-        "--strategies",
-        default=names,
-        metavar="A,B@BACKEND,C",
-        help=f"which, and in which order; name@backend sets one's backend (default: {names})",
-    )
-    what.add_argument(
-        "--backend",
-        metavar="NAME",
-        help="carries the collectives of strategies that name none; torch-ddp on CPUs is on gloo unless it names another "
-        "(default: shm on CPUs of one Linux node, gloo on others, nccl on CUDA)",
-    )
-    what.add_argument(
-        "--groups", type=int, default=1, metavar="K", help="process groups that take buckets in turn (default: 1)"
-    )
-    what.add_argument(
-        "--workload",
-        default="text",
-        metavar="NAME",
-        help="text, synthetic, or module:function of your own that returns a Workload (default: text)",
-    )
-    what.add_argument(
-        "--ranks", type=int, default=2, metavar="N", help="ranks that share the global batch (default: 2)"
-    )
-    what.add_argument("--threads-per-rank", type=int, metavar="N", help="default: the cores divided by the ranks")
-    what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is any")
-    how = parser.add_argument_group("how it is measured")
-    how.add_argument("--steps", type=int, metavar="N", help=f"measured steps of a run (default: {DEFAULT_STEPS})")
-    how.add_argument(
-        "--epochs", type=int, metavar="N", help="instead: whole epochs, of which the warm-up steps are not timed"
-    )
-    how.add_argument(
-        "--warmup-steps", type=int, default=5, metavar="N", help="steps before the measured ones (default: 5)"
-    )
-    how.add_argument(
-        "--rounds",
-        type=int,
-        metavar="N",
-        help="runs of each strategy, in turn (default: 3, or 2 where those tell enough)",
-    )
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data order (default: 0)")
-    how.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="limit of one run (default: 1800)"
-    )
-    out = parser.add_argument_group("what comes out")
-    out.add_argument(
-        "--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the report (default: ./report)"
-    )
-    out.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="also trace one short run of each; FILE-strategy.json"
-    )
-    out.add_argument("--json", action="store_true", help="print results.json in place of the tables")
-    workloads.add_arguments(parser)
-
-
 def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple[ComparisonPlan, dict[str, Any]]:
     """Check the command line, and load the workload once, so that mistakes are reported before any process starts.
 
@@ -127,7 +69,7 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         The plan, and the workload's description of itself.
     """
     on_cpu = namespace.device == "cpu" or not torch.cuda.is_available()
-    compared = contenders(namespace.strategies, namespace.backend, namespace.groups, on_cpu)
+    compared = contenders(_names(namespace, on_cpu), namespace.backend, namespace.groups, on_cpu)
     for option, least, why in (
         ("ranks", 1, ""),
         ("steps", 1, ""),
@@ -208,6 +150,18 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         namespace.rounds is None,
     )
     return plan, dict(workload.details)
+
+
+def _names(namespace: argparse.Namespace, on_cpu: bool) -> str:
+    """Return the strategies that are to be compared, as ``--strategies`` writes them."""
+    if namespace.strategies is not None and namespace.all:
+        raise UsageError(explain("--strategies and --all were both given", fix="give one of them"))
+    if namespace.strategies is not None:
+        return str(namespace.strategies)
+    if namespace.all:
+        return ",".join(strategies.STRATEGIES)
+    backend = namespace.backend or backend_of_cpu_ranks(["this node"] * namespace.ranks)[0]
+    return ",".join(short_set(on_cpu, backend == SHARED_MEMORY))
 
 
 def _writable(folder: Path, option: str = "--out") -> Path:

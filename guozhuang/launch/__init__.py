@@ -1,5 +1,1 @@
-"""``guozhuang run``: start the ranks of a training script, on this node or on several hosts."""
-
-from guozhuang.launch.agent import main
-
-__all__ = ["main"]
+"""``guozhuang run``: start the ranks of a training script, on this node or on several hosts; ``agent`` is its entry point."""

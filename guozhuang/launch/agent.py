@@ -19,7 +19,8 @@ from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.console.say import say
 from guozhuang.launch.hosts import options as hosts_options
 from guozhuang.launch.hosts import ssh
-from guozhuang.launch.options.plan import Plan, plan, read
+from guozhuang.launch.options.arguments import read
+from guozhuang.launch.options.plan import Plan, plan
 from guozhuang.launch.rendezvous.agents import OtherNodeError
 from guozhuang.launch.request import Request, RunReport, with_folders
 
@@ -43,10 +44,12 @@ def main(arguments: Sequence[str], request: Request | None = None) -> int:
     Raises:
         UsageError: the command line cannot work; nothing was started.
     """
-    found = read(arguments)
-    if hosts_options.is_asked_for(found):
-        return start_hosts(found, request or Request())
-    return run(found, request or Request())
+    return execute(read(arguments), request or Request())
+
+
+def execute(found: argparse.Namespace, request: Request) -> int:
+    """Execute ``guozhuang run`` with options that are parsed already, and wait for its end; see :func:`main`."""
+    return start_hosts(found, request) if hosts_options.is_asked_for(found) else run(found, request)
 
 
 def run(found: argparse.Namespace, request: Request) -> int:

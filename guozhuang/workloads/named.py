@@ -11,28 +11,17 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.workloads import bert, options, synthetic, text
+from guozhuang.workloads.arguments import OPTIONS
 from guozhuang.workloads.base import Workload
-from guozhuang.workloads.training_options import TrainingOptions
 
-
-class BuiltIn(NamedTuple):
-    """A workload of this package: the class of its options, and the function that builds it from them."""
-
-    options: type[TrainingOptions]
-    load: Callable[[Mapping[str, Any], Path | None], Workload]
-
-
-WORKLOADS: Mapping[str, BuiltIn] = MappingProxyType(
-    {
-        "text": BuiltIn(text.TextOptions, text.load),
-        "synthetic": BuiltIn(synthetic.SyntheticOptions, synthetic.load),
-    }
+WORKLOADS: Mapping[str, Callable[[Mapping[str, Any], Path | None], Workload]] = MappingProxyType(
+    {"text": text.load, "synthetic": synthetic.load}
 )
-"""The built-in workloads, by name."""
+"""The functions that build the built-in workloads, by name."""
 
 
 def load(name: str, given: Mapping[str, Any] | None = None, cache_dir: Path | None = None) -> Workload:
@@ -48,22 +37,11 @@ def load(name: str, given: Mapping[str, Any] | None = None, cache_dir: Path | No
     """
     given = {} if given is None else given
     if name in WORKLOADS:
-        return WORKLOADS[name].load(given, cache_dir)
+        return WORKLOADS[name](given, cache_dir)
     if ":" in name:
         return _users(name, given)
     raise UsageError(
         explain("no such workload", value=name, fix=f"use {', '.join(WORKLOADS)}, or module:function for your own")
-    )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of all workloads to a parser, in one group for each, and one group for shared options."""
-    shared = parser.add_argument_group("workloads text and synthetic")
-    options.add_arguments(TrainingOptions, shared)
-    for name, built_in in WORKLOADS.items():
-        options.add_arguments(built_in.options, parser.add_argument_group(f"workload {name}"))
-    parser.add_argument_group("your own workload (module:function)").add_argument(
-        "--option", action="append", metavar="KEY=VALUE", help="handed to your function in a dict; may be repeated"
     )
 
 
@@ -81,7 +59,7 @@ def options_from(name: str, namespace: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(
             explain(f"--option is for a workload of your own, not for {name}", value=pairs[0], fix="leave it out")
         )
-    given: dict[str, Any] = options.given(WORKLOADS[name].options, namespace)
+    given: dict[str, Any] = options.given(OPTIONS[name], namespace)
     for field in {"data", "eval_data"} & given.keys():  # made absolute, because ranks may run in another directory
         given[field] = os.path.abspath(os.path.expanduser(given[field]))
     if "model" in given and given["model"] not in bert.SIZES:
@@ -95,8 +73,8 @@ def _refuse(name: str, namespace: argparse.Namespace, used: set[str]) -> None:
 
     ``seed`` and ``batch_size`` are not checked: the command that trains may have options of these names too.
     """
-    for other in WORKLOADS.values():
-        for field in options.given(other.options, namespace):
+    for other in OPTIONS.values():
+        for field in options.given(other, namespace):
             if field not in used and field not in ("seed", "batch_size"):
                 raise UsageError(
                     explain(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,13 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from guozhuang.workloads import bert, classify, options
+from guozhuang.workloads.arguments import SyntheticOptions
 from guozhuang.workloads.base import Workload
-from guozhuang.workloads.options import option
-from guozhuang.workloads.training_options import TrainingOptions, classification, find_model
+from guozhuang.workloads.training_options import classification, find_model
 
 # The vocabulary size of the published BERT models, so that memory and traffic are the same as theirs.
 _VOCABULARY_SIZE = 30522
 _PAD_ID = 0
-
-
-@dataclass(frozen=True)
-class SyntheticOptions(TrainingOptions):
-    """The options of the synthetic workload: those of its data, added to those of model and optimizer."""
-
-    seq_len: int = option(64, int, "tokens of every sample (default 64)", low=1)
-    num_classes: int = option(4, int, "number of classes (default 4)", low=2)
-    num_samples: int = option(10_000, int, "samples of an epoch (default 10000)", low=1)
 
 
 class RandomTokens(Dataset[classify.Sample]):

@@ -9,7 +9,6 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -19,11 +18,10 @@ import numpy as np
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.workloads import bert, classify, options, tokens
+from guozhuang.workloads.arguments import TextOptions
 from guozhuang.workloads.base import Workload
-from guozhuang.workloads.options import option
-from guozhuang.workloads.rows import FORMATS, QUOTINGS
 from guozhuang.workloads.samples import Samples, cap, class_numbers, classes_of, hold_out, read_samples, shown_lines
-from guozhuang.workloads.training_options import TrainingOptions, classification, find_model
+from guozhuang.workloads.training_options import classification, find_model
 
 # The most packages, and texts of each, in the default corpus: the Python library's docstrings, labelled by package.
 NUM_PACKAGES = 16
@@ -36,52 +34,8 @@ _WORD = re.compile(r"[A-Za-z]{2,}")
 _BLANK_LINES = re.compile(r"\n\s*\n")
 _LEAST_WORDS = 5
 
-_YES_NO_AUTO = ("auto", "yes", "no")
 # The options that describe how to read a file.
 _OF_FILES = ("data_format", "delimiter", "quoting", "encoding", "header", "label", "label_until", "text", "bad_rows")
-
-
-@dataclass(frozen=True)
-class TextOptions(TrainingOptions):
-    """The options of the text workload: those of its data, added to those of model and optimizer."""
-
-    data: str | None = option(
-        None,
-        str,
-        "file to train on: csv, tsv, jsonl, json, parquet, txt; .gz of each (default: Python's own docstrings)",
-    )
-    eval_data: str | None = option(None, str, "file to measure accuracy on (default: a held-out part of --data)")
-    eval_fraction: float = option(0.1, float, "share of each class to hold out (default 0.1)", low=0.001, below=1.0)
-    eval_limit: int = option(1000, int, "measure on at most so many samples; 0: all (default 1000)", low=0)
-    data_format: str = option("auto", str, "format of the files (default: by their names)", choices=FORMATS)
-    delimiter: str | None = option(
-        None, str, "what separates columns: a character, or tab, comma, semicolon, space, pipe"
-    )
-    quoting: str = option("auto", str, "whether cells of csv and tsv stand in double quotes", choices=QUOTINGS)
-    encoding: str | None = option(None, str, "encoding of the files (default: detected)")
-    header: str = option(
-        "auto", str, "whether the first row names the columns (default: detected)", choices=_YES_NO_AUTO
-    )
-    label: str | None = option(
-        None, str, "column of the label: name, or number from 0 (default: by usual names, or first)"
-    )
-    label_until: str | None = option(None, str, "keep of a label what stands before this, e.g. ':' for DESC:manner")
-    text: list[str] | None = option(  # noqa: RUF009 - a field, as all the others
-        None, list, "columns of the text, joined (default: by usual names, or all others)"
-    )
-    bad_rows: str = option(
-        "stop",
-        str,
-        "what to do at rows without a label or text (blank, null, NaN) or that cannot be read",
-        choices=("stop", "skip"),
-    )
-    max_length: int = option(128, int, "cut texts to so many tokens (default 128)", low=3)
-    pad_to: str = option(
-        "longest", str, "pad each batch to its longest text (default) or to --max-length", choices=("longest", "max")
-    )
-    vocab_size: int = option(
-        8000, int, "entries of the WordPiece vocabulary trained on the data (default 8000)", low=100
-    )
 
 
 def load(given: Mapping[str, Any], cache: Path | None = None) -> Workload:

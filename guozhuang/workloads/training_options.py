@@ -1,9 +1,8 @@
-"""The options for model and optimizer that all built-in workloads share, and the workload that follows from them."""
+"""The workload that follows from the options for model and optimizer, which all built-in workloads share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,44 +12,8 @@ from torch.utils.data import Dataset
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.workloads import bert, classify
+from guozhuang.workloads.arguments import TrainingOptions
 from guozhuang.workloads.base import Workload
-from guozhuang.workloads.options import option
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """The options for model and optimizer; their help texts describe them."""
-
-    model: str = option(
-        "bert-tiny",
-        str,
-        f"{', '.join(bert.SIZES)} from scratch, or the folder of a Hugging Face checkpoint (default bert-tiny)",
-    )
-    optimizer: str = option(
-        "adamw",
-        str,
-        "adamw (default), or sgd, for speed: BERT from scratch hardly learns by it",
-        choices=("adamw", "sgd"),
-    )
-    lr: float | None = option(
-        None,
-        float,
-        "learning rate, constant (default: 2e-5 for a checkpoint; from scratch, by model; sgd 2e-2)",
-        low=0.0,
-    )
-    weight_decay: float = option(0.01, float, "weight decay (default 0.01)", low=0.0)
-    momentum: float = option(0.9, float, "momentum of sgd (default 0.9)", low=0.0, below=1.0)
-    fused: bool = option(False, bool, "let torch update all parameters in one fused kernel (default no)")
-    batch_size: int = option(8, int, "samples per rank and step (default 8)", low=1)
-    dropout: float = option(
-        0.0,
-        float,
-        "dropout probability everywhere in the model (default 0: each process draws its own masks, so with dropout "
-        "the results of strategies cannot be compared number for number)",
-        low=0.0,
-        below=1.0,
-    )
-    seed: int = option(0, int, "chooses initial weights, held-out samples and the order of data (default 0)", low=0)
 
 
 def find_model(options: TrainingOptions, given: Mapping[str, Any], length: int, flag: str) -> bert.BertSize | Path:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import statistics
@@ -14,7 +13,7 @@ import psutil
 import pytest
 
 from guozhuang import compat
-from guozhuang.lab import compare
+from guozhuang.lab import compare, options
 from guozhuang.lab.results import Results, from_json
 from guozhuang.lab.verdict import judge
 
@@ -26,8 +25,7 @@ def _arguments(out: Path, *more: str) -> list[str]:
 
 
 def _compare(out: Path, *more: str) -> tuple[int, Results]:
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
+    parser = options.parser()
     code = compare.run(parser.parse_args(_arguments(out, *more)), compat.extension().python_path)
     return code, from_json((out / "results.json").read_text())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import warnings
 from functools import partial
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 import guozhuang as gz
 import guozhuang.compat.horovod.torch as hvd
 from guozhuang.exchange.adasum import factors
-from guozhuang.lab import compare
+from guozhuang.lab import compare, options
 from guozhuang.lab.results import from_json
 from tests.ranks import run_ranks
 
@@ -264,8 +263,7 @@ def test_the_strategy_gives_the_bits_of_ddp_and_ends_with_the_world() -> None:
 
 @pytest.mark.slow
 def test_compare_has_a_row_for_it(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
+    parser = options.parser()
     more = [
         "--strategies",
         "single,ddp,horovod",

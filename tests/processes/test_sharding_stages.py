@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 
 from guozhuang import compat
 from guozhuang.errors import UsageError
-from guozhuang.lab import compare
+from guozhuang.lab import compare, options
 from guozhuang.lab.results import from_json
 from guozhuang.sharding import clip_grad_norm_
 from guozhuang.sharding.fully import shard_fully
@@ -158,8 +157,7 @@ def case_a_grad_scaler_skips_together(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_all_three_are_rows_of_a_comparison(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
+    parser = options.parser()
     names = ["single", "sharded", "sharded-gradients", "sharded-weights"]
     told = ["--workload", "tests.processes.tiny_workload:make", "--out", str(tmp_path), "--rounds", "1", "--steps", "4"]
     more = ["--warmup-steps", "2", "--timeout", "60", "--strategies", ",".join(names)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 from guozhuang.launch.options import script as run_script
-from guozhuang.launch.options.plan import parser
+from guozhuang.launch.options.arguments import parser
 
 OPTIONS = st.sampled_from(
     [

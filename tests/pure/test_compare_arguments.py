@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import argparse
 import io
 from pathlib import Path
 
@@ -9,7 +8,8 @@ from rich.console import Console
 
 from guozhuang import strategies
 from guozhuang.errors import UsageError
-from guozhuang.lab import compare
+from guozhuang.lab import options
+from guozhuang.lab.contender import short_set
 from guozhuang.lab.plan import ComparisonPlan, notes_of, plan_of
 from guozhuang.world.machine import usable_cores
 
@@ -17,15 +17,18 @@ TINY = "tests.processes.tiny_workload:make"
 
 
 def _plan(tmp_path: Path, *arguments: str) -> ComparisonPlan:
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
+    parser = options.parser()
     told = parser.parse_args(["--workload", TINY, "--out", str(tmp_path / "out"), *arguments])
     return plan_of(told, tmp_path / "scratch", Console(file=io.StringIO()))[0]
 
 
-def test_defaults_compare_every_strategy_over_two_ranks(tmp_path: Path) -> None:
-    plan = _plan(tmp_path)
-    assert plan.names == tuple(strategies.STRATEGIES)
+def test_defaults_compare_a_short_set_over_two_ranks(tmp_path: Path) -> None:
+    assert _plan(tmp_path, "--all").names == tuple(strategies.STRATEGIES)
+    sets = {(on_cpu, shares): short_set(on_cpu, shares) for on_cpu in (True, False) for shares in (True, False)}
+    assert all(set(names) < set(strategies.STRATEGIES) and 5 < len(names) < 8 for names in sets.values())
+    assert _plan(tmp_path, "--device", "cpu", "--backend", "gloo").names == sets[True, False]
+    plan = _plan(tmp_path, "--device", "cpu")
+    assert plan.names in (sets[True, True], sets[True, False])
     assert plan.settings.num_ranks == 2
     assert plan.settings.num_rounds == 3 and plan.may_stop_early
     assert plan.settings.global_batch_size == 8
@@ -79,6 +82,7 @@ def test_options_of_a_workload_reach_it(tmp_path: Path) -> None:
         ),
         (("--strategies", "ddp,single,ddp"), "one twice"),
         (("--strategies", " , "), "names none"),
+        (("--strategies", "ddp", "--all"), "--strategies and --all"),
         (("--strategies", "ddp@glue"), "'glue'"),
         (("--strategies", "single@gloo"), "runs in one process"),
         (("--strategies", "nosuch@gloo"), "no such strategy"),

@@ -18,6 +18,7 @@ from guozhuang.errors import UsageError
 from guozhuang.launch.hosts import run as hosts_run
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.options import plan as options
+from guozhuang.launch.options.arguments import read
 from tests.launching import ROOT
 
 PROGRAM = ["python", "train.py", "--np", "3"]
@@ -255,8 +256,7 @@ def test_one_horovodrun_starts_all_processes(monkeypatch: pytest.MonkeyPatch) ->
         words("-np 4")
     line = words("-np 4 -H localhost:4")[0]
     assert (
-        options.plan(options.read([*line[: line.index("--no-python")], "--no-python", "true"]), dict(os.environ)).node
-        is None
+        options.plan(read([*line[: line.index("--no-python")], "--no-python", "true"]), dict(os.environ)).node is None
     )
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")

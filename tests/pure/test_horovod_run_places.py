@@ -21,6 +21,7 @@ from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.console.streams import NamedPipe, Stream, Trace
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.options import plan as options
+from guozhuang.launch.options.arguments import read
 from guozhuang.launch.rank_files import RankFiles, Shown, copies_of
 from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
 from guozhuang.launch.request import Request, RunReport, with_folders
@@ -77,10 +78,10 @@ def test_copies_are_of_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     with pytest.raises(UsageError, match="--copy-output copies what is shown"):
-        options.plan(options.read([*more, "--copy-output", "copies", "train.py"]), {})
+        options.plan(read([*more, "--copy-output", "copies", "train.py"]), {})
     with pytest.raises(UsageError, match="--timestamps stand before lines that are shown"):
-        options.plan(options.read([*more, "--timestamps", "train.py"]), {})
-    found = options.plan(options.read(["--copy-output", "copies", "--timestamps", "train.py"]), {})
+        options.plan(read([*more, "--timestamps", "train.py"]), {})
+    found = options.plan(read(["--copy-output", "copies", "--timestamps", "train.py"]), {})
     assert (found.copy_folder, found.timestamps) == (os.path.join(tmp_path, "copies"), True)
 
 

@@ -20,7 +20,7 @@ from guozhuang.launch.hosts import options as hosts
 from guozhuang.launch.hosts.frames import DoorsTried, NodeReady
 from guozhuang.launch.hosts.options import HostsPlan
 from guozhuang.launch.hosts.placement import Host, parse_hosts, place, read_hostfile
-from guozhuang.launch.options.plan import read
+from guozhuang.launch.options.arguments import add_host_arguments, read
 
 SCRIPT = ["train.py", "--lr", "1"]
 
@@ -197,7 +197,7 @@ def test_options_may_be_abbreviated_as_torchrun_allows() -> None:
 
 def test_options_for_hosts_need_hosts() -> None:
     parser = argparse.ArgumentParser()
-    hosts.add_arguments(parser)
+    add_host_arguments(parser)
     assert hosts.is_asked_for(parser.parse_args(["-H", "a"]))
     assert hosts.is_asked_for(parser.parse_args(["--hostfile", "f"]))
     assert not hosts.is_asked_for(parser.parse_args(["--interface", "eth0"]))  # serves other launchers too

@@ -20,7 +20,7 @@ from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.options import plan
 from guozhuang.launch.hosts.run import HostsRun
 from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent
-from guozhuang.launch.options.plan import read
+from guozhuang.launch.options.arguments import read
 from guozhuang.launch.request import RunReport
 
 

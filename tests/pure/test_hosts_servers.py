@@ -23,12 +23,13 @@ from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.run import HostsRun
 from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent
 from guozhuang.launch.options import plan as options
+from guozhuang.launch.options.arguments import read
 
 SCRIPT = ["train.py", "--servers", "9"]
 
 
 def plan(*words: str) -> hosts.HostsPlan:
-    return hosts.plan(options.read([*words, *SCRIPT]), {})
+    return hosts.plan(read([*words, *SCRIPT]), {})
 
 
 def placed(*words: str) -> list[tuple[str, list[int]]]:
@@ -108,7 +109,7 @@ def test_what_cannot_work_without_hosts_is_refused(tmp_path: Path, words: list[s
     script = tmp_path / "train.py"
     script.write_text("")
     with pytest.raises(UsageError, match=text):
-        found = options.read([*words, str(script)])
+        found = read([*words, str(script)])
         assert not hosts.is_asked_for(found)
         options.plan(found, {})
 

@@ -11,6 +11,7 @@ from torch.distributed.run import config_from_args
 from guozhuang.launch.console.streams import LogFile, Trace
 from guozhuang.launch.local_run import TorchrunLogs
 from guozhuang.launch.options import plan as options
+from guozhuang.launch.options.arguments import read
 
 
 def append(path: Path, text: str) -> None:
@@ -61,7 +62,7 @@ def test_an_attempt_empties_files_that_a_plug_in_names_again(tmp_path: Path) -> 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             return LogsDest(stdouts={0: str(path)}, stderrs={0: ""})
 
-    plan = options.plan(options.read([__file__]), {})
+    plan = options.plan(read([__file__]), {})
     config = dataclasses.replace(config_from_args(plan.elastic)[0], logs_specs=FixedPaths())
     path.write_text("of yesterday\n")
     TorchrunLogs(config, {0: {"RANK": "0"}}).close()

@@ -22,6 +22,7 @@ from guozhuang.launch.console.screen import Screen
 from guozhuang.launch.console.streams import NamedPipe, OwnTerminal, Stream, Trace
 from guozhuang.launch.console.target import Target
 from guozhuang.launch.options import plan as options
+from guozhuang.launch.options.arguments import read
 from guozhuang.launch.request import Request
 from guozhuang.launch.signals import SignalledError
 from tests.ranks import free_port
@@ -157,7 +158,7 @@ def test_a_signal_ends_an_elastic_run_whose_output_nobody_takes(
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(node_run, "_OUTPUT_S", 0.1)
     words = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", __file__]
-    run = torchrun.TorchElasticRun(options.plan(options.read(words), {}), Request())
+    run = torchrun.TorchElasticRun(options.plan(read(words), {}), Request())
 
     def succeed(*_: object) -> None:
         run._output.say("all is well")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from guozhuang.lab import compare
+from guozhuang.lab import compare, options
 from guozhuang.lab.results import RankRecord, Results, RunFailure, from_json
 from guozhuang.lab.runs import Runs
 from guozhuang.lab.worker import RunSpec
@@ -24,8 +23,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, out: Path, play: Play, *arguments: str
 
     monkeypatch.setattr(Runs, "execute", execute)
     monkeypatch.setattr(compare, "busy_share", lambda: 0.9)
-    parser = argparse.ArgumentParser()
-    compare.add_arguments(parser)
+    parser = options.parser()
     told = parser.parse_args(["--workload", "tests.processes.tiny_workload:make", "--out", str(out), *arguments])
     code = compare.run(told)
     return code, from_json((out / "results.json").read_text())

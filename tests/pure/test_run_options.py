@@ -10,6 +10,7 @@ import pytest
 
 from guozhuang.errors import UsageError
 from guozhuang.launch.options import plan as options
+from guozhuang.launch.options.arguments import read
 from guozhuang.launch.options.plan import Plan
 from guozhuang.world import machine
 
@@ -25,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan(*arguments: str, **environ: str) -> Plan:
-    return options.plan(options.read([*arguments, "train.py"]), environ)
+    return options.plan(read([*arguments, "train.py"]), environ)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +145,8 @@ def test_threads_fit_into_what_the_container_may_use(monkeypatch: pytest.MonkeyP
 
 
 def test_a_script_that_looks_like_an_option_of_python() -> None:
-    assert options.plan(options.read(["--", "-odd.py", "-x"]), {}).elastic.training_script == "./-odd.py"
-    assert options.plan(options.read(["--", "train.py", "-x"]), {}).elastic.training_script == "train.py"
+    assert options.plan(read(["--", "-odd.py", "-x"]), {}).elastic.training_script == "./-odd.py"
+    assert options.plan(read(["--", "train.py", "-x"]), {}).elastic.training_script == "train.py"
 
 
 def test_torchruns_ways_of_logging_are_left_to_torch() -> None:

@@ -19,6 +19,7 @@ from torch.distributed.run import config_from_args
 
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch.options import plan as options
+from guozhuang.launch.options.arguments import read
 from guozhuang.launch.rendezvous import endpoint
 from guozhuang.launch.rendezvous.fixed import STORE_S, FixedRendezvous, NodeShare
 from guozhuang.launch.request import Request
@@ -218,11 +219,11 @@ def test_a_busy_port_is_named_with_the_rank_and_the_option() -> None:
             open_store(MeetingPoint("127.0.0.1", port), 0, 5)
         at = f"127.0.0.1:{port}"
         for words in (["--rdzv-endpoint", at], ["--master-addr", "127.0.0.1", "--master-port", str(port)]):
-            plan = options.plan(options.read([*words, "--nnodes", "2", "--node-rank", "0", __file__]), {})
+            plan = options.plan(read([*words, "--nnodes", "2", "--node-rank", "0", __file__]), {})
             with pytest.raises(UsageError, match="^" + taken.format(port, words[-2])):
                 endpoint.open_fixed(plan, config_from_args(plan.elastic)[0], Request())
         words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", at, "--nnodes", "1:2", "--rdzv-conf", "is_host=1"]
-        plan = options.plan(options.read([*words, __file__]), {})
+        plan = options.plan(read([*words, __file__]), {})
         with pytest.raises(UsageError, match="^" + taken.format(port, "--rdzv-endpoint")):
             endpoint.open_for_torch(plan, config_from_args(plan.elastic)[0])
 
@@ -239,7 +240,7 @@ def test_torch_elastic_gets_an_address_that_other_nodes_reach(monkeypatch: pytes
     monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
     for host, expected in (("node-a", ADDRESS), ("localhost", "127.0.0.1")):
         words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}", "--nnodes", "1:2"]
-        plan = options.plan(options.read([*words, __file__]), {})
+        plan = options.plan(read([*words, __file__]), {})
         config = config_from_args(plan.elastic)[0]
         endpoint.open_for_torch(plan, config).close()
         assert config.local_addr == expected

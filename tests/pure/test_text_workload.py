@@ -16,6 +16,7 @@ from torch import nn
 from guozhuang import workloads
 from guozhuang.errors import UsageError
 from guozhuang.workloads import bert, classify, load, text
+from guozhuang.workloads.arguments import OPTIONS, SIZE_NAMES, add_arguments
 from guozhuang.workloads.tokens import ragged
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,8 +42,12 @@ def transformers_is_imported() -> None:
 def parse(*words: str, name: str = "text") -> dict[str, object]:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)  # as the command that trains has
-    workloads.add_arguments(parser)
+    add_arguments(parser)
     return workloads.options_from(name, parser.parse_args(words))
+
+
+def test_help_names_the_models_there_are() -> None:
+    assert tuple(bert.SIZES) == SIZE_NAMES and set(workloads.WORKLOADS) == set(OPTIONS)
 
 
 def test_options_travel_as_json(data) -> None:

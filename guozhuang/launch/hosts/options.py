@@ -1,4 +1,4 @@
-"""The options for several hosts (``-H`` and others), and for parameter servers."""
+"""Check the options for several hosts (``-H`` and others), and for parameter servers."""
 
 from __future__ import annotations
 
@@ -14,79 +14,18 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.placement import Host, parse_hosts, place, place_servers, read_hostfile
 from guozhuang.launch.job import Policy
+from guozhuang.launch.options.arguments import DEFAULT_START_TIMEOUT_S
 from guozhuang.launch.options.torchrun import RENDEZVOUS_DEFAULTS, signals_of
 from guozhuang.launch.request import NO_EXTENSION, Extension
 from guozhuang.launch.signals import ENDING
 from guozhuang.world import versions
 
-DEFAULT_START_TIMEOUT_S = 60.0
 # Options that the launcher itself carries out, and options on the rendezvous, which -H excludes because it sets that up.
 _OF_THE_LAUNCHER = (
     "hosts", "hostfile", "exported", "ssh_port", "ssh_identity", "ssh_config", "start_timeout", "interface", "servers",
     "server_hosts", "num_ranks",
 )  # fmt: skip
 _EXCLUDED = RENDEZVOUS_DEFAULTS.keys() - {"master_addr", "master_port"} | {"local_addr"}
-
-
-def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options for several hosts."""
-
-    def add(*names: str, **more: Any) -> None:
-        underscored = ["--" + name[2:].replace("-", "_") for name in names if "-" in name[2:]]
-        parser.add_argument(*names, *underscored, **more)
-
-    add(
-        "-H",
-        dest="hosts",
-        action="append",
-        metavar="H:N,...",
-        help="Start N ranks on each host, over ssh (default N: 1).",
-    )
-    add(
-        "--hostfile",
-        metavar="FILE",
-        help="Hosts from a file: lines like 'host slots=2' or 'host:2'; # begins a comment.",
-    )
-    add(
-        "-x",
-        dest="exported",
-        action="append",
-        metavar="NAME[=VALUE]",
-        help="Give every host this environment variable.",
-    )
-    add("--ssh-port", type=int, metavar="PORT", help="Port of ssh on the hosts.")
-    add("--ssh-identity", metavar="FILE", help="Private key for ssh.")
-    add("--ssh-config", metavar="FILE", help="Configuration file for ssh, instead of ~/.ssh/config.")
-    add(
-        "--start-timeout",
-        type=float,
-        metavar="SECONDS",
-        help=f"How long hosts may take to be reached, and again to be ready (default: {DEFAULT_START_TIMEOUT_S:g}).",
-    )
-    add(
-        "--interface",
-        metavar="NAME",
-        help="Network interface for gloo and NCCL, and with -H for the meeting point (default: the one that leads to the "
-        "master).",
-    )
-
-
-def add_server_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options for parameter servers."""
-    parser.add_argument(
-        "--servers",
-        type=int,
-        metavar="K",
-        help="Parameter servers to start beside the ranks of this node, for the exchange ParameterServer (default: 0). With -H "
-        "they are spread over its hosts.",
-    )
-    parser.add_argument(
-        "--server-hosts",
-        "--server_hosts",
-        action="append",
-        metavar="H:N,...",
-        help="With -H: start N parameter servers on each of these hosts instead, which get no ranks (default N: 1).",
-    )
 
 
 @dataclass(frozen=True)

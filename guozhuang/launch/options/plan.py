@@ -1,4 +1,4 @@
-"""Read and check the options of ``guozhuang run``, which are torchrun's options and our own; fill in defaults."""
+"""Check the options of ``guozhuang run``, which are torchrun's options and our own; fill in defaults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.launch.hosts import options as hosts_options
 from guozhuang.launch.job import Policy
 from guozhuang.launch.options import nodes, script
 from guozhuang.launch.options import torchrun as torchrun_options
@@ -59,93 +58,6 @@ class Plan:
     policy: Policy = Policy.RESTART_ALL
     is_warm: bool = True
     is_torchruns: bool = False
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of torchrun with the options that ``guozhuang run`` adds."""
-    found = torchrun_options.parser(os.environ)
-    found.prog = "guozhuang run"
-    found.description = (
-        "Start the ranks of a training script on this node. Takes all of torchrun's options. On one node no "
-        "rendezvous option is needed, and two runs never meet by accident."
-    )
-    ours = found.add_argument_group("guozhuang")
-    ours.add_argument(
-        "-np", dest="num_ranks", metavar="N", help="How many ranks: of this node, or with -H of all hosts together."
-    )
-    ours.add_argument("--strategy", metavar="NAME", help="How gz.prepare spreads the training; see the README.")
-    ours.add_argument(
-        "--backend", metavar="NAME", help="What carries collectives, where the script leaves it to gz.init."
-    )
-    ours.add_argument(
-        "--groups",
-        type=int,
-        metavar="K",
-        help="Process groups that take buckets in turn under gz.prepare (default: 1).",
-    )
-    hosts_options.add_server_arguments(ours)
-    ours.add_argument("--timeline", metavar="FILE", help="Write what every rank did, as a Chrome trace for Perfetto.")
-    ours.add_argument(
-        "--hang-timeout",
-        "--hang_timeout",
-        metavar="S",
-        help="End the run, with the Python stacks of all ranks, when a rank has not moved for S seconds; off: do not watch "
-        "the ranks at all.",
-    )
-    ours.add_argument(
-        "--pass-local-rank",
-        "--pass_local_rank",
-        choices=["local-rank", "local_rank"],
-        help="Pass --local-rank=N (or --local_rank=N) to the script, as torch.distributed.launch did.",
-    )
-    ours.add_argument(
-        "--use-env",
-        "--use_env",
-        dest="by_variables",  # not `use_env`: torch reads an attribute of that name, and would pass --local-rank if it is false
-        action="store_true",
-        help="Tell the script its rank by variables only. That is the default; accepted from torch.distributed.launch.",
-    )
-    ours.add_argument(
-        "--copy-output",
-        "--copy_output",
-        metavar="FOLDER",
-        help="Write what each rank prints into FOLDER/rank.N/stdout and stderr too, on the rank's host.",
-    )
-    ours.add_argument(
-        "--on-failure",
-        "--on_failure",
-        choices=[policy.value for policy in Policy],
-        default=Policy.RESTART_ALL.value,
-        help="What --max-restarts starts again: all ranks, or only the one that failed while the others go on.",
-    )
-    ours.add_argument(
-        "--no-warm",
-        "--no_warm",
-        action="store_true",
-        help="Start ranks again in a new interpreter, not as forks of a process that has imported torch.",
-    )
-    ours.add_argument("--timestamps", action="store_true", help="Put the time before each line that ranks print.")
-    hosts_options.add_arguments(ours)
-    for name in ("nproc_per_node", "master_addr"):
-        if f"PET_{name.upper()}" not in os.environ:
-            found.set_defaults(**{name: None})
-    return found
-
-
-def read(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line after ``guozhuang run``; options that are not given take their values from PET_ variables.
-
-    Raises:
-        UsageError: a PET_ variable has a value that its option does not accept, or options exclude each other.
-        SystemExit: an unknown option, or no script; the parser has printed the error.
-    """
-    found = script.read(parser(), arguments)
-    if found.num_ranks is not None:
-        if found.nproc_per_node not in (None, os.environ.get("PET_NPROC_PER_NODE")):
-            what = "-np counts the ranks of all hosts, --nproc-per-node those of each: they exclude each other"
-            raise UsageError(explain(what, fix="leave one out"))
-        found.nproc_per_node = None
-    return found
 
 
 def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:

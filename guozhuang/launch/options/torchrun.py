@@ -9,6 +9,7 @@ import signal
 from collections.abc import Mapping
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.launch.options.unimported import definition
 
 _NUM_PORTS = 65536
 # Accepted settings of `--rdzv-conf`: for nodes that join and leave (_ELASTIC), and for a fixed number of nodes (_FIXED).
@@ -27,15 +28,19 @@ RENDEZVOUS_DEFAULTS = {
 
 
 def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """Return torchrun's own parser, which takes its defaults from PET_ variables.
+    """Return torchrun's own parser, which takes its defaults from PET_ variables; torch is not imported for it.
 
     Raises:
         UsageError: a PET_ variable has a value that its option does not accept.
     """
-    from torch.distributed.run import get_args_parser
+    try:
+        make = definition("torch.distributed.run", "get_args_parser")
+    except (LookupError, SyntaxError):  # this version of torch has it elsewhere: import it, which takes a second
+        from torch.distributed.run import get_args_parser as make
 
     try:
-        return get_args_parser()
+        made: argparse.ArgumentParser = make()
+        return made
     except ValueError as error:
         wrong = [
             f"{name}={value!r}" for name, value in environ.items() if name[:4] == "PET_" and repr(value) in str(error)

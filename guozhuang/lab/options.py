@@ -1,0 +1,78 @@
+"""The parser of ``guozhuang compare``. Nothing here imports torch, so that ``--help`` is fast."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from guozhuang.workloads.arguments import add_arguments as add_workload_arguments
+
+DEFAULT_STEPS = 50
+DEFAULT_ROUNDS = 3
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of ``guozhuang compare``."""
+    made = argparse.ArgumentParser(
+        prog="guozhuang compare", description="Train the same workload under several strategies, side by side."
+    )
+    add_arguments(made)
+    return made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``guozhuang compare`` and of the workloads to a parser."""
+    what = parser.add_argument_group("what is compared")
+    what.add_argument(
+        "--strategies",
+        metavar="A,B@BACKEND,C",
+        help="which, and in which order; name@backend sets one's backend (default: about six that suit the machine)",
+    )
+    what.add_argument("--all", action="store_true", help="compare all strategies there are, which takes long")
+    what.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="carries the collectives of strategies that name none; torch-ddp on CPUs is on gloo unless it names another "
+        "(default: shm on CPUs of one Linux node, gloo on others, nccl on CUDA)",
+    )
+    what.add_argument(
+        "--groups", type=int, default=1, metavar="K", help="process groups that take buckets in turn (default: 1)"
+    )
+    what.add_argument(
+        "--workload",
+        default="text",
+        metavar="NAME",
+        help="text, synthetic, or module:function of your own that returns a Workload (default: text)",
+    )
+    what.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="ranks that share the global batch (default: 2)"
+    )
+    what.add_argument("--threads-per-rank", type=int, metavar="N", help="default: the cores divided by the ranks")
+    what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is any")
+    how = parser.add_argument_group("how it is measured")
+    how.add_argument("--steps", type=int, metavar="N", help=f"measured steps of a run (default: {DEFAULT_STEPS})")
+    how.add_argument(
+        "--epochs", type=int, metavar="N", help="instead: whole epochs, of which the warm-up steps are not timed"
+    )
+    how.add_argument(
+        "--warmup-steps", type=int, default=5, metavar="N", help="steps before the measured ones (default: 5)"
+    )
+    how.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="runs of each strategy, in turn (default: 3, or 2 where those tell enough)",
+    )
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data order (default: 0)")
+    how.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="SECONDS", help="limit of one run (default: 1800)"
+    )
+    out = parser.add_argument_group("what comes out")
+    out.add_argument(
+        "--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the report (default: ./report)"
+    )
+    out.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="also trace one short run of each; FILE-strategy.json"
+    )
+    out.add_argument("--json", action="store_true", help="print results.json in place of the tables")
+    add_workload_arguments(parser)

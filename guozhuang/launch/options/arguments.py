@@ -1,0 +1,170 @@
+"""The parser of ``guozhuang run``: torchrun's options, and our own. Nothing here imports torch, so that ``--help`` is fast."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.launch.job import Policy
+from guozhuang.launch.options import script
+from guozhuang.launch.options import torchrun as torchrun_options
+
+DEFAULT_START_TIMEOUT_S = 60.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of torchrun with the options that ``guozhuang run`` adds."""
+    found = torchrun_options.parser(os.environ)
+    found.prog = "guozhuang run"
+    found.description = (
+        "Start the ranks of a training script on this node. Takes all of torchrun's options. On one node no "
+        "rendezvous option is needed, and two runs never meet by accident."
+    )
+    ours = found.add_argument_group("guozhuang")
+    ours.add_argument(
+        "-np", dest="num_ranks", metavar="N", help="How many ranks: of this node, or with -H of all hosts together."
+    )
+    ours.add_argument("--strategy", metavar="NAME", help="How gz.prepare spreads the training; see the README.")
+    ours.add_argument(
+        "--backend", metavar="NAME", help="What carries collectives, where the script leaves it to gz.init."
+    )
+    ours.add_argument(
+        "--groups",
+        type=int,
+        metavar="K",
+        help="Process groups that take buckets in turn under gz.prepare (default: 1).",
+    )
+    add_server_arguments(ours)
+    ours.add_argument("--timeline", metavar="FILE", help="Write what every rank did, as a Chrome trace for Perfetto.")
+    ours.add_argument(
+        "--hang-timeout",
+        "--hang_timeout",
+        metavar="S",
+        help="End the run, with the Python stacks of all ranks, when a rank has not moved for S seconds; off: do not watch "
+        "the ranks at all.",
+    )
+    ours.add_argument(
+        "--pass-local-rank",
+        "--pass_local_rank",
+        choices=["local-rank", "local_rank"],
+        help="Pass --local-rank=N (or --local_rank=N) to the script, as torch.distributed.launch did.",
+    )
+    ours.add_argument(
+        "--use-env",
+        "--use_env",
+        dest="by_variables",  # not `use_env`: torch reads an attribute of that name, and would pass --local-rank if it is false
+        action="store_true",
+        help="Tell the script its rank by variables only. That is the default; accepted from torch.distributed.launch.",
+    )
+    ours.add_argument(
+        "--copy-output",
+        "--copy_output",
+        metavar="FOLDER",
+        help="Write what each rank prints into FOLDER/rank.N/stdout and stderr too, on the rank's host.",
+    )
+    ours.add_argument(
+        "--on-failure",
+        "--on_failure",
+        choices=[policy.value for policy in Policy],
+        default=Policy.RESTART_ALL.value,
+        help="What --max-restarts starts again: all ranks, or only the one that failed while the others go on.",
+    )
+    ours.add_argument(
+        "--no-warm",
+        "--no_warm",
+        action="store_true",
+        help="Start ranks again in a new interpreter, not as forks of a process that has imported torch.",
+    )
+    ours.add_argument("--timestamps", action="store_true", help="Put the time before each line that ranks print.")
+    add_host_arguments(ours)
+    for name in ("nproc_per_node", "master_addr"):
+        if f"PET_{name.upper()}" not in os.environ:
+            found.set_defaults(**{name: None})
+    return found
+
+
+def read(
+    arguments: Sequence[str], prepare: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None
+) -> argparse.Namespace:
+    """Parse the command line after ``guozhuang run``; options that are not given take their values from PET_ variables.
+
+    Args:
+        arguments: the words after ``guozhuang run``.
+        prepare: called with the parser before it is used; it returns the parser.
+
+    Raises:
+        UsageError: a PET_ variable has a value that its option does not accept, or options exclude each other.
+        SystemExit: an unknown option, or no script; the parser has printed the error.
+    """
+    made = parser()
+    found = script.read(made if prepare is None else prepare(made), arguments)
+    if found.num_ranks is not None:
+        if found.nproc_per_node not in (None, os.environ.get("PET_NPROC_PER_NODE")):
+            what = "-np counts the ranks of all hosts, --nproc-per-node those of each: they exclude each other"
+            raise UsageError(explain(what, fix="leave one out"))
+        found.nproc_per_node = None
+    return found
+
+
+def add_host_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options for several hosts."""
+
+    def add(*names: str, **more: Any) -> None:
+        underscored = ["--" + name[2:].replace("-", "_") for name in names if "-" in name[2:]]
+        parser.add_argument(*names, *underscored, **more)
+
+    add(
+        "-H",
+        dest="hosts",
+        action="append",
+        metavar="H:N,...",
+        help="Start N ranks on each host, over ssh (default N: 1).",
+    )
+    add(
+        "--hostfile",
+        metavar="FILE",
+        help="Hosts from a file: lines like 'host slots=2' or 'host:2'; # begins a comment.",
+    )
+    add(
+        "-x",
+        dest="exported",
+        action="append",
+        metavar="NAME[=VALUE]",
+        help="Give every host this environment variable.",
+    )
+    add("--ssh-port", type=int, metavar="PORT", help="Port of ssh on the hosts.")
+    add("--ssh-identity", metavar="FILE", help="Private key for ssh.")
+    add("--ssh-config", metavar="FILE", help="Configuration file for ssh, instead of ~/.ssh/config.")
+    add(
+        "--start-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"How long hosts may take to be reached, and again to be ready (default: {DEFAULT_START_TIMEOUT_S:g}).",
+    )
+    add(
+        "--interface",
+        metavar="NAME",
+        help="Network interface for gloo and NCCL, and with -H for the meeting point (default: the one that leads to the "
+        "master).",
+    )
+
+
+def add_server_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options for parameter servers."""
+    parser.add_argument(
+        "--servers",
+        type=int,
+        metavar="K",
+        help="Parameter servers to start beside the ranks of this node, for the exchange ParameterServer (default: 0). With -H "
+        "they are spread over its hosts.",
+    )
+    parser.add_argument(
+        "--server-hosts",
+        "--server_hosts",
+        action="append",
+        metavar="H:N,...",
+        help="With -H: start N parameter servers on each of these hosts instead, which get no ranks (default N: 1).",
+    )
