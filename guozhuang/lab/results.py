@@ -71,6 +71,7 @@ class RankRecord:
         dataset_size: the number of training samples.
         batch_size: the samples of one step on this rank.
         backend: the backend of this rank's collectives; empty in a strategy of one process, which has none.
+        num_batch_norms: the model's batch normalization layers whose statistics are those of one rank's samples alone.
     """
 
     rank: int
@@ -92,6 +93,7 @@ class RankRecord:
     dataset_size: int
     batch_size: int
     backend: str = ""
+    num_batch_norms: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ The rules depend on the results alone:
 2. The fastest strategy is the one with the highest median of samples/s.
 3. Another strategy ties with the fastest if the ranges of both over the rounds overlap and the medians are less than
    :data:`TIE` apart (with one round there are no ranges: less than :data:`TIE_OF_ONE_ROUND`). Of tied strategies, the simplest
-   is chosen.
+   is chosen. The headline says that it is a tie. It calls a strategy the fastest only if no round of another one was as fast as
+   the slowest of its own.
 4. If the number of rounds was left open, two rounds are enough if the rounds of no strategy differ by more than
    :data:`SETTLED`, and no other strategy that trains is that close to the fastest: a third round would not change rule 3.
 """
@@ -125,13 +126,24 @@ def how(results: Results, row: StrategyRow) -> tuple[str, ...]:
 def _headline(chosen: StrategyRow, tied: Sequence[StrategyRow], candidates: Sequence[StrategyRow]) -> str:
     others = [row.name for row in tied if row is not chosen]
     if others:
-        return (
-            f"Take {chosen.name}: it is as fast as {units.listed(others)} within the spread, and the simplest of them."
-        )
+        apart = "their rounds overlap" if len(chosen.rounds) > 1 else "one round cannot tell them apart"
+        return f"Take {chosen.name}: a statistical tie with {units.listed(others)} ({apart}), and the simplest of them."
     if len(candidates) == 1:
         return f"Take {chosen.name}: it is the only strategy here that trains and came to its end with a usable result."
     inexact = "" if chosen.exact else ", and it is inexact"
+    reached = _reached(chosen, candidates)
+    if reached:
+        return (
+            f"Take {chosen.name}: its median is the highest of those that train this workload on this machine{inexact}; but "
+            f"{units.listed(reached)} reached its slowest round, so that it is ahead is not certain."
+        )
     return f"Take {chosen.name}: it is the fastest strategy that trains this workload on this machine{inexact}."
+
+
+def _reached(chosen: StrategyRow, candidates: Sequence[StrategyRow]) -> list[str]:
+    """Return the names of the slower strategies one round of which was as fast as the slowest of the chosen one."""
+    slower = [row for row in candidates if row.samples_per_s < chosen.samples_per_s and not _tie(chosen, row)]
+    return [row.name for row in slower if row.fastest >= chosen.slowest]
 
 
 def _speed(results: Results, chosen: StrategyRow, fastest: StrategyRow, candidates: Sequence[StrategyRow]) -> str:
@@ -259,14 +271,10 @@ def _cautions(results: Results, chosen: StrategyRow | None, candidates: Sequence
         if row.exact and far and row.difference is not None:
             found.append(
                 f"{row.name} ended {units.tiny(row.difference.distance)} (relative distance of all weights) away "
-                f"from single, more than rounding explains at first sight.{_why_far(results)}"
+                f"from single, more than rounding explains at first sight.{_why_far(results, row)}"
             )
     if chosen is not None:
-        ahead = [
-            row.name
-            for row in candidates
-            if row.samples_per_s < chosen.samples_per_s and row.fastest >= chosen.slowest and not _tie(chosen, row)
-        ]
+        ahead = _reached(chosen, candidates)
         if ahead and len(chosen.rounds) > 1:
             found.append(
                 f"The rounds spread so far that one of {units.listed(ahead)} was as fast as one of {chosen.name}: "
@@ -286,14 +294,24 @@ def _cautions(results: Results, chosen: StrategyRow | None, candidates: Sequence
     return found
 
 
-def _why_far(results: Results) -> str:
+def _why_far(results: Results, row: StrategyRow) -> str:
+    """Return the likely causes of weights that differ from those of ``single``, as sentences with a space before them."""
+    found = ""
+    number = row.rounds[0].ranks[0].num_batch_norms
+    if number and results.settings.num_ranks > 1:
+        found += (
+            f" The cause is likely batch normalization: the model has {number} BatchNorm layer{'s' * (number > 1)}, which "
+            f"normalize over the {results.settings.batch_size} samples of one rank here and over all "
+            f"{results.settings.global_batch_size} under single. Layers of gz.SyncBatchNorm normalize over those of all ranks: "
+            "gz.SyncBatchNorm.convert_sync_batchnorm(model)."
+        )
     dropout = results.workload_details.get("dropout")
     if dropout not in (None, 0, 0.0, "0", "0.0", "none", "no", "off"):
-        return (
+        found += (
             f" Dropout is on ({dropout}): ranks draw other masks than one process does, "
             "so equal weights cannot be expected."
         )
-    return ""
+    return found
 
 
 def _tie(fastest: StrategyRow, other: StrategyRow) -> bool:

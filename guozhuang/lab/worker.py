@@ -220,7 +220,13 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         dataset_size=len(trainer.workload.train),  # type: ignore[arg-type]
         batch_size=trainer.batch_size,
         backend=str(torch.distributed.get_backend()) if here.size > 1 else "",
+        num_batch_norms=sum(_is_own_batch_norm(module) for module in trainer.bare.modules()),
     )
+
+
+def _is_own_batch_norm(module: torch.nn.Module) -> bool:
+    """Return whether a module normalizes, in training, over the samples of this rank alone."""
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, torch.nn.SyncBatchNorm)
 
 
 def _warm_up(trainer: _Trainer) -> int | None:

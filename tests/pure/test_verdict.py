@@ -4,6 +4,8 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from guozhuang.lab.results import Difference, RunFailure, StrategyRow
 from guozhuang.lab.verdict import judge
@@ -21,13 +23,14 @@ def test_the_fastest_that_trains_is_taken_and_the_bound_never() -> None:
 def test_a_tie_goes_to_the_simpler_and_says_so() -> None:
     verdict = judge(comparison(row("torch-ddp", 100, 104, 102), row("ddp", 99, 103, 101), row("single", 40, 41, 42)))
     assert verdict.recommended == "ddp"
-    assert "torch-ddp" in verdict.headline
+    assert "a statistical tie with torch-ddp" in verdict.headline and "fastest" not in verdict.headline
     assert "simplest" in verdict.headline
 
 
 def test_ranges_that_overlap_do_not_hide_a_large_gap() -> None:
     verdict = judge(comparison(row("single", 100, 100, 200), row("ddp", 150, 190, 191)))
     assert verdict.recommended == "ddp"
+    assert "fastest" not in verdict.headline and "single reached its slowest round" in verdict.headline
     assert any("more --rounds" in caution for caution in verdict.cautions)
 
 
@@ -41,6 +44,7 @@ def test_one_round_ties_within_a_margin_and_warns() -> None:
     assert near.recommended == "single"
     assert far.recommended == "ddp"
     assert all(any("One round" in caution for caution in one.cautions) for one in (near, far))
+    assert "one round cannot tell" in near.headline and "fastest" in far.headline
 
 
 def test_ranks_that_drifted_apart_are_not_recommended() -> None:
@@ -157,3 +161,27 @@ def test_a_loss_of_the_order_of_the_first_is_no_divergence(first: float, later: 
     verdict = judge(comparison(_with_losses(row("diloco", 200, 201), first, later), row("ddp", 50, 51)))
     assert verdict.recommended == "diloco"
     assert not any("diverged" in one for one in verdict.cautions)
+
+
+@given(st.lists(st.lists(st.integers(50, 200), min_size=2, max_size=3), min_size=2, max_size=5))
+def test_a_headline_calls_nothing_fastest_that_others_reached(speeds: list[list[int]]) -> None:
+    names = ("single", "ddp", "torch-ddp", "dp", "quantize8")
+    rows = [row(name, *map(float, each)) for name, each in zip(names, speeds, strict=False)]
+    verdict = judge(comparison(*rows))
+    taken = next(each for each in rows if each.name == verdict.recommended)
+    others = [each for each in rows if each is not taken]
+    reached = any(each.fastest >= taken.slowest for each in others)
+    assert ("fastest" in verdict.headline) == (not reached)
+
+
+def test_batch_norm_is_named_where_weights_differ() -> None:
+    def with_batch_norms(distance: float, number: int) -> str:
+        far = _far(distance)
+        ranks = [tuple(replace(rank, num_batch_norms=number) for rank in one.ranks) for one in far.rounds]
+        far = replace(far, rounds=tuple(replace(o, ranks=r) for o, r in zip(far.rounds, ranks, strict=True)))
+        return " ".join(judge(comparison(row("single", 50, 51), far)).cautions)
+
+    said = with_batch_norms(0.1, 3)
+    assert "3 BatchNorm layers" in said and "8 samples of one rank" in said and "all 16 under single" in said
+    assert "convert_sync_batchnorm" in said
+    assert "BatchNorm" not in with_batch_norms(0.1, 0) + with_batch_norms(1e-9, 3)
