@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -170,11 +171,15 @@ class Crew:
         return ended
 
     def send(self, ranks: Iterable[int], number: int) -> None:
-        """Send a signal to the process groups of these ranks, and so to child processes that stayed in their groups."""
+        """Send a signal that ends processes to the process groups of these ranks, and so to children that stayed in them.
+
+        A process that is stopped (SIGSTOP, a debugger) is continued, because only then it handles the signal.
+        """
         for rank in ranks:
             if rank in self._processes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._processes[rank].pid, number)
+                    os.killpg(self._processes[rank].pid, signal.SIGCONT)
 
     def held(self) -> list[int]:
         """Return the ranks that are in uninterruptible sleep (state D) now."""

@@ -11,6 +11,7 @@ All later bytes are relayed unchanged and unencrypted.
 
 [Note: strangers] A stranger is a client that has not proved yet that it knows the secret. It costs one connection and 72 bytes
 for at most ``HANDSHAKE_S``. When there are more than ``_MAX_STRANGERS``, the oldest is dropped: a real rank needs milliseconds.
+A rank that is dropped all the same, because many strangers came in these milliseconds, knocks again.
 No client waits for another: one asyncio thread serves all connections of a door, and reads no faster than the receiver reads.
 """
 
@@ -31,6 +32,7 @@ from guozhuang.net import client
 from guozhuang.net.relay import Relay, relay_both_ways
 
 HANDSHAKE_S = 5.0
+LATER_S = 30.0  # limit in seconds for each connection after the first one: a door under a flood is tried again so long
 _MAGIC = b"GZ-DOOR1"
 _NONCE_BYTES = 32
 _LET_IN, _REFUSED = b"Y", b"N"
@@ -149,6 +151,7 @@ class Passage(tuple[str, int]):
     """The loopback ``(host, port)`` of a listener that relays its connections through a ``Door``; ``close`` ends the relay."""
 
     _relay: Relay
+    _over: threading.Event  # ends the tries of connections that are not through the door yet
 
     @property
     def host(self) -> str:
@@ -162,6 +165,7 @@ class Passage(tuple[str, int]):
 
     def close(self) -> None:
         """Stop listening, end every connection and the thread. A second call does nothing."""
+        self._over.set()
         self._relay.close()
 
 
@@ -176,7 +180,7 @@ def pass_through(
         host: name or address of the node that has the door.
         port: the door's TCP port.
         secret: the secret of the run, the same as the door's.
-        timeout_s: limit in seconds for the first connection; the limit of each later one is ``HANDSHAKE_S``.
+        timeout_s: limit in seconds for the first connection; the limit of each later one is ``LATER_S``.
         rank: the rank of this process, for log and errors.
         log_notices: whether to log notices while the connection takes long.
 
@@ -188,26 +192,13 @@ def pass_through(
         WorldError: no door that knows the secret answered in time; raised at once where a door refuses the secret.
     """
     deadline, over = time.monotonic() + timeout_s, threading.Event()
-    why = "the name is not resolved yet"
-
-    def connect() -> OpenDoor | None:
-        nonlocal why
-        for left_s in client.tries(deadline, over):
-            try:
-                return knock(host, port, secret, min(HANDSHAKE_S, left_s))
-            except WrongSecretError:
-                raise
-            except NotOurDoorError as error:
-                why = str(error)
-            except OSError as error:
-                why = client.why_no_connection(error)
-        return None
+    seen = ["the name is not resolved yet"]
 
     def still() -> str:
-        return f"{client.who(rank)} waits for the door at {host}:{port}: {why}" if log_notices else ""
+        return f"{client.who(rank)} waits for the door at {host}:{port}: {seen[0]}" if log_notices else ""
 
     try:
-        first = client.attempt(timeout_s + 1.0, connect, still)
+        first = client.attempt(timeout_s + 1.0, lambda: _knock_again(host, port, secret, deadline, over, seen), still)
     except WrongSecretError as error:
         fix = "start all ranks from one launcher, or give all of them the same GUOZHUANG_SECRET"
         raise WorldError(
@@ -218,7 +209,7 @@ def pass_through(
     finally:
         over.set()
     if first is None:
-        what = f"could not pass the door at {host}:{port} within {timeout_s:g} s: {why}"
+        what = f"could not pass the door at {host}:{port} within {timeout_s:g} s: {seen[0]}"
         fix = "check that the node that keeps the store is up, its name or address, and that no firewall stands between"
         raise WorldError(explain(what, rank=rank, fix=fix))
     return passage_from(first, secret)
@@ -232,15 +223,18 @@ def passage_from(first: OpenDoor, secret: bytes) -> Passage:
         secret: the secret that was given to ``knock``.
     """
     waiting, host, port = [first], first.host, first.port
+    over = threading.Event()
 
     async def follow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            through = (
-                waiting.pop() if waiting else await loop.run_in_executor(None, knock, host, port, secret, HANDSHAKE_S)
-            )
-        except (OSError, NotOurDoorError) as error:
-            _log.warning("could not pass the door at %s:%d again: %s", host, port, error)
+        through, seen = waiting.pop() if waiting else None, [""]
+        if through is None:
+            arguments = (host, port, secret, time.monotonic() + LATER_S, over, seen)
+            try:
+                through = await asyncio.get_running_loop().run_in_executor(None, _knock_again, *arguments)
+            except WrongSecretError as error:
+                seen = [str(error)]
+        if through is None:
+            _log.warning("could not pass the door at %s:%d again: %s", host, port, seen[0])
             return
         await relay_both_ways(reader, writer, await asyncio.open_connection(sock=through.connection))
 
@@ -254,8 +248,37 @@ def passage_from(first: OpenDoor, secret: bytes) -> Passage:
         drop()
         raise
     passage = Passage(listener.getsockname()[:2])
+    passage._over = over
     passage._relay = Relay(listener, follow, "guozhuang passage", drop)
     return passage
+
+
+def _knock_again(
+    host: str, port: int, secret: bytes, deadline: float, over: threading.Event, seen: list[str]
+) -> OpenDoor | None:
+    """Call ``knock`` again and again until the door opens; return None at the deadline, or when ``over`` is set.
+
+    A door under a flood of strangers refuses ranks too, see [Note: strangers].
+
+    Args:
+        host, port, secret: as for ``knock``.
+        deadline: a time of ``time.monotonic``.
+        over: ends the tries early.
+        seen: its first item is replaced by the reason why the last try failed.
+
+    Raises:
+        WrongSecretError: the door does not know our secret; there is no further try.
+    """
+    for left_s in client.tries(deadline, over):
+        try:
+            return knock(host, port, secret, min(HANDSHAKE_S, left_s))
+        except WrongSecretError:
+            raise
+        except NotOurDoorError as error:
+            seen[0] = str(error)
+        except OSError as error:
+            seen[0] = client.why_no_connection(error)
+    return None
 
 
 def knock(host: str, port: int, secret: bytes, timeout_s: float) -> OpenDoor:

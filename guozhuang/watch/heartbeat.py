@@ -180,6 +180,7 @@ class Heartbeat:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             error = None
         if isinstance(error, Exception) and stacks.is_of_a_collective(error):
+            self._look()  # the last sample may be from before the collective that failed
             self._error = error
             self._wake.set()
             self._wait_for_report()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from guozhuang.errors import rank_table
+from guozhuang.errors import MismatchError, rank_table
 from guozhuang.units import merged, ranks_text
 from guozhuang.watch.judge import Beat, Judge
 from guozhuang.watch.stacks import OWN_THREADS
@@ -47,11 +47,19 @@ def trouble(troubled: Mapping[int, str], held_up: str) -> str:
 
     Args:
         troubled: the text of the exception, by rank.
-        held_up: the line of ``held_up_by``; "" where a lost rank explains the exceptions.
+        held_up: the line of ``held_up_by``; "" where a lost rank or a mismatch explains the exceptions.
     """
     alike = {rank: re.sub(r"\d+", "0", text) for rank, text in troubled.items()}
     lines = [f"a collective failed on {ranks_text(ranks)}: {troubled[ranks[0]]}" for ranks, _ in merged(alike)]
     return "\n".join(filter(None, [*_first(lines), held_up]))
+
+
+def is_mismatch(troubled: Mapping[int, str]) -> bool:
+    """Return whether a collective failed because ranks made different calls: its error then names each rank's call.
+
+    What else is known of the ranks could only contradict it: they all failed in one call, at places of their own.
+    """
+    return any(text.startswith(MismatchError.__name__) for text in troubled.values())
 
 
 def _first(lines: Sequence[str]) -> list[str]:
@@ -111,9 +119,8 @@ def table(judge: Judge, lost: Mapping[int, str], now_s: float) -> str:
         live = [rank for rank in ranks if state in ("waits", "runs", "failing")]
         idle_s = min((beats[r].idle_s + judge.age_s(r, now_s) for r in live), default=None)
         still_s = min((beats[r].still_s + judge.age_s(r, now_s) for r in live), default=None)
-        cells.append(
-            (ranks_text(ranks).partition(" ")[2], state, collectives, _seconds(idle_s), _seconds(still_s), place)
-        )
+        count = f"{collectives} or more" if state == "lost" else collectives  # it may have gone on after its last beat
+        cells.append((ranks_text(ranks).partition(" ")[2], state, count, _seconds(idle_s), _seconds(still_s), place))
     heading = ("rank", "state", "collectives", "last started", "stands since", "at")
     text = rank_table(heading, cells[:_MAX_ROWS])
     return text + (f"\n  and {len(cells) - _MAX_ROWS} lines more" if len(cells) > _MAX_ROWS else "")

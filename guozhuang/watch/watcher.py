@@ -183,8 +183,9 @@ class Watcher:
         )
         self._reported_lost |= new.keys()
         self._reported_troubled |= troubled.keys()
-        # A lost rank explains why a collective failed; without one the report names the ranks that held up the others.
-        held_up = texts.held_up_by(judge, lost, clock_s) if hangs or (troubled and not lost) else ""
+        # A lost rank explains why a collective failed, and so do different calls; else the report names who held up the others.
+        is_explained = bool(lost) or texts.is_mismatch(judge.troubled())
+        held_up = texts.held_up_by(judge, lost, clock_s) if hangs or (troubled and not is_explained) else ""
         parts = [
             texts.hang(judge, lost, clock_s, held_up) if hangs else "",
             texts.losses(lost if hangs else new, self._size),

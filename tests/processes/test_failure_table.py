@@ -61,6 +61,18 @@ def test_a_worker_ends(tmp_path: Path, end: str, code: int, said: list[str]) -> 
     assert f"ended because of it:\n{''.join(others)}" in report, report
 
 
+def test_a_stopped_worker_is_ended_with_the_others(tmp_path: Path) -> None:
+    """A stopped process handles no SIGTERM: it would be there until it is killed, after --shutdown-timeout."""
+    text = "#!/bin/sh\nif [ $RANK = 0 ]; then kill -STOP $$; fi\nsleep 0.3\nexit 3\n"
+    script = write(tmp_path, text, "train.sh")
+    script.chmod(0o755)
+    began = time.monotonic()
+    done = guozhuang("run", "-np", 2, "--no-python", script, folder=tmp_path)
+    assert done.returncode == 3, done
+    assert "rank 0: signal 15 (SIGTERM), sent by guozhuang run" in done.stderr, done
+    assert time.monotonic() - began < 15
+
+
 HANGS = """
 import time
 import torch, torch.distributed as dist

@@ -153,6 +153,7 @@ class Trouble:
     group_timeout_s: str = "60"
     ends: Collection[int] = (0, 2)
     code: int = 1
+    backend: str = "gloo"
 
 
 HANG = {"hang_timeout_s": HANG_S, "code": EXIT_CODE}
@@ -160,6 +161,9 @@ HELD_UP = "held up by rank 1: 20 collectives of the default group started, other
 TROUBLES = {
     "an exception": Trouble("raise", ("rank 1 ended with ValueError: no such file: data.bin",)),
     "another call": Trouble("skip", ("wait in different collectives (all_reduce, barrier)",), ends=range(3), **HANG),
+    "another call, on shm": Trouble(
+        "skip", ("MismatchError", "barrier"), unsaid="held up", ends=range(3), backend="shm", hang_timeout_s=HANG_S
+    ),
     "polls in vain": Trouble("poll", ("held up by rank 1",), "in polls_a_queue", ends=range(3), **HANG),
     "left early": Trouble(
         "leave", ("held up by rank 1, which left the world while others still wait",), unsaid="lost", **HANG
@@ -184,7 +188,7 @@ TROUBLES = {
 def test_who_is_in_trouble_is_named(tmp_path: Path, name: str) -> None:
     trouble = TROUBLES[name]
     limits = {"hang_timeout_s": trouble.hang_timeout_s, "GROUP_TIMEOUT_S": trouble.group_timeout_s}
-    ended = ranks(tmp_path, trouble.case, trouble.who, awaited=trouble.ends, **limits)
+    ended = ranks(tmp_path, trouble.case, trouble.who, awaited=trouble.ends, backend=trouble.backend, **limits)
     for each in (ended[rank] for rank in trouble.ends):
         assert each.code == trouble.code, each.text
         assert all(words in each.text for words in trouble.said), each.text

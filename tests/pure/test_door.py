@@ -229,6 +229,31 @@ def test_a_flood_of_strangers_keeps_no_rank_out(echo: Echo, monkeypatch: pytest.
             each.close()
 
 
+def test_a_later_connection_that_was_refused_is_tried_again(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "_MAX_STRANGERS", 1)
+    with door_before(echo.port) as door:
+        passage = pass_through(*door.address, SECRET, 5)
+        over = threading.Event()
+
+        def flood() -> None:  # each stranger makes the door drop whoever is in its handshake
+            while not over.is_set():
+                with suppress(OSError), socket.create_connection(door.address, timeout=5):
+                    time.sleep(0.001)
+
+        strangers = [threading.Thread(target=flood) for _ in range(2)]
+        for each in strangers:
+            each.start()
+        try:
+            for _ in range(5):
+                with socket.create_connection(passage, timeout=doors.LATER_S) as connection:
+                    assert exchange(connection, b"x") == b"x"
+        finally:
+            over.set()
+            for each in strangers:
+                each.join()
+            passage.close()
+
+
 def test_an_answer_cannot_be_played_back(echo: Echo) -> None:
     """A stranger in between notes all that both sides say, and says it again to the door."""
     with door_before(echo.port) as door:
