@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from guozhuang.world import versions
@@ -41,6 +42,10 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         """Return the backend name."""
         return self._backend
+
+    def get_backend(self, device: torch.device | str) -> Any:
+        """Return the backend for a device, as versions of PyTorch from 2.14 on call ``_get_backend``."""
+        return self._get_backend(device)
 
     def getRank(self) -> int:
         """Return this process's rank within the group."""

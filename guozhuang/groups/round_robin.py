@@ -7,7 +7,7 @@ k groups, k buckets travel at once over separate connections. PyTorch had such a
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from torch.futures import Future
 from typing_extensions import override
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.groups.base import PythonGroup
+from guozhuang.groups.forwarding import ForwardingGroup
 from guozhuang.groups.serial import CallWork
-from guozhuang.world import versions
 
 #: The name that ``torch.distributed.get_backend`` returns for such a group.
 NAME = "round_robin"
@@ -54,30 +53,7 @@ def _create(told: Any, groups: Any) -> dist.ProcessGroup:
     return RoundRobinGroup(groups)
 
 
-def _in_turn(name: str) -> Callable[..., Any]:
-    known = versions.name_of(name)  # PyTorch's name of the method, which depends on its version
-
-    def collective(self: RoundRobinGroup, *args: Any, **kwargs: Any) -> Any:
-        work = getattr(self.groups[self._turn], known)(*args, **kwargs)
-        # Advance only after the call: if the call raises on one rank only, that rank must not use another group than the rest.
-        self._turn = (self._turn + 1) % len(self.groups)
-        return work
-
-    collective.__name__ = name
-    collective.__doc__ = f"Hand ``{name}`` to the group whose turn it is, and return its work."
-    return collective
-
-
-def _by_the_first(name: str) -> Callable[..., Any]:
-    def operation(self: RoundRobinGroup, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.groups[0], name)(*args, **kwargs)
-
-    operation.__name__ = name
-    operation.__doc__ = f"Hand ``{name}``, which not every rank calls, to the first group."
-    return operation
-
-
-class RoundRobinGroup(PythonGroup):
+class RoundRobinGroup(ForwardingGroup):
     """A group that passes each collective to the next of several inner groups, and returns the inner group's work.
 
     Ranks call collectives in the same order (every process group demands this), so the i-th collective goes to the same inner
@@ -106,36 +82,20 @@ class RoundRobinGroup(PythonGroup):
         if hasattr(groups[0], "empty"):
             self.empty = groups[0].empty
 
-    allreduce = _in_turn("allreduce")
-    allreduce_coalesced = _in_turn("allreduce_coalesced")
-    broadcast = _in_turn("broadcast")
-    reduce = _in_turn("reduce")
-    allgather = _in_turn("allgather")
-    allgather_coalesced = _in_turn("allgather_coalesced")
-    all_gather_single = _in_turn("all_gather_single")
-    all_gather_single_coalesced = _in_turn("all_gather_single_coalesced")
-    reduce_scatter = _in_turn("reduce_scatter")
-    reduce_scatter_single = _in_turn("reduce_scatter_single")
-    reduce_scatter_single_coalesced = _in_turn("reduce_scatter_single_coalesced")
-    alltoall = _in_turn("alltoall")
-    all_to_all_single = _in_turn("all_to_all_single")
-    gather = _in_turn("gather")
-    scatter = _in_turn("scatter")
-    monitored_barrier = _in_turn("monitored_barrier")
+    @override
+    def _target(self) -> Any:
+        return self.groups[0]
 
-    send = _by_the_first("send")
-    recv = _by_the_first("recv")
-    recv_anysource = _by_the_first("recv_anysource")
-    _get_backend = _by_the_first("_get_backend")
+    @override
+    def _forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        work = getattr(self.groups[self._turn], method)(*args, **kwargs)
+        # Advance only after the call: if the call raises on one rank only, that rank must not use another group than the rest.
+        self._turn = (self._turn + 1) % len(self.groups)
+        return work
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
         """Wait for all ranks in every inner group, so that earlier collectives have ended; the turn stays at the same group."""
         return _EveryWork([group.barrier(*args, **kwargs) for group in self.groups])
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """Return the device types that the inner groups support; torch's object collectives read this."""
-        return list(self.groups[0]._device_types)
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set the time-out of collectives in every inner group."""

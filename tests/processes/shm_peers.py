@@ -58,7 +58,7 @@ def barrier(size: int) -> None:
 
 
 def met(rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Peers:
-    return meet(a_store(), rank, size, timeout_s, Segment.create(MAIN_BYTES, "guozhuang-main"))
+    return meet(a_store(), rank, size, timeout_s, Segment.create(MAIN_BYTES, "guozhuang-main"))[0]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import json
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -19,6 +20,7 @@ from guozhuang.groups import roll_call
 from guozhuang.groups.gloo import OtherDevices
 from guozhuang.groups.turns import Turns, refuse_fork
 from guozhuang.groups.verbs import check_written
+from guozhuang.watch.processes import Process
 
 from . import arguments
 from .arena import Arena
@@ -27,7 +29,7 @@ from .endpoint import Endpoint
 from .engine import MAIN_BYTES, make_engine
 from .operations import Operations
 from .point_to_point import PointToPoint
-from .rendezvous import Peers, meet
+from .rendezvous import meet
 from .segments import Segment
 
 _MOMENT_S: Final = 1.0
@@ -48,18 +50,27 @@ class SharedMemoryGroup(CollectiveCalls):
         timeout: limit of each collective, from its beginning on this rank, and of the creation of the group.
         num_neighbours: the number of the job's ranks on this node, if larger than this group: if ranks outnumber the cores,
             waiting ranks sleep at once.
+        processes: the process of each rank, if known, so that a rank that ended is named at once.
 
     Raises:
         WorldError: ranks did not join within the time-out; the text names them.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta, num_neighbours: int | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta,
+        num_neighbours: int | None = None,
+        processes: Sequence[Process] = (),
     ) -> None:
         self._store, self._timeout = store, timeout
         self._process = os.getpid()
         try:
-            self._resources = GroupResources(store, rank, size, timeout.total_seconds(), num_neighbours or size)
+            self._resources = GroupResources(
+                store, rank, size, timeout.total_seconds(), num_neighbours or size, processes
+            )
         except BaseException as error:
             roll_call.tell_failed(store, "card", rank, error)
             raise
@@ -192,18 +203,25 @@ class GroupResources:
         size: number of ranks.
         timeout_s: limit of the rendezvous with the other ranks.
         num_neighbours: the number of the job's ranks on this node.
+        processes: the process of each rank, if known.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, num_neighbours: int) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        num_neighbours: int,
+        processes: Sequence[Process],
+    ) -> None:
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._process = os.getpid()
         mine = {"cores": sorted(os.sched_getaffinity(0)), "neighbours": max(num_neighbours, size)}
-        store.set(f"cores/{rank}", json.dumps(mine))
         main = Segment.create(MAIN_BYTES, f"guozhuang-{rank}")
-        self._peers: Peers = meet(store, rank, size, timeout_s, main)
+        self._peers, notes = meet(store, rank, size, timeout_s, main, json.dumps(mine), processes)
         try:
-            # This does not wait: every rank has set its key before it joined the rendezvous.
-            told = [json.loads(each) for each in store.multi_get([f"cores/{peer}" for peer in range(size)])]
+            told = [json.loads(each) for each in notes]
             # Ranks may be bound to different cores, but must build the same programs: so each counts the cores of all ranks.
             cores = {core for each in told for core in each["cores"]}
             self.crowded = max(each["neighbours"] for each in told) > len(cores)

@@ -24,6 +24,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
@@ -72,17 +73,31 @@ class _Card:
     name: str  # name of the rank's listening socket
     secret: bytes
     identity: str
+    note: str  # what the rank tells the others besides
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout_s: float, main: Segment) -> Peers:
+def meet(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    main: Segment,
+    note: str = "",
+    earlier: Sequence[processes.Process] = (),
+) -> tuple[Peers, list[str]]:
     """Connect the ranks of a group on one node, and map each other's main segments. Every rank must call it.
 
     Args:
-        store: a PrefixStore that only this group uses. Earlier cards under "identity" there are used to name ranks that ended.
+        store: a PrefixStore that only this group uses.
         rank: this process in the group.
         size: number of ranks.
         timeout_s: limit for the whole call, in seconds.
         main: this rank's main segment, of the same size on all ranks. The returned Peers own it; it is closed on failure.
+        note: a text for the other ranks.
+        earlier: the process of each rank, if known before the call, so that a rank that ended is named at once.
+
+    Returns:
+        The connected ranks, and the note of each rank.
 
     Raises:
         WorldError: ranks did not join in time (the text names them), failed before, run on another node, or the store went
@@ -92,14 +107,14 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, main: Segmen
     """
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(main.close)
-        meeting = _MeshSetup(rank, size, timeout_s, main)
+        meeting = _MeshSetup(rank, size, timeout_s, main, note, earlier)
         on_failure.callback(meeting.close)
         on_failure.callback(_tell_broken, main)  # the last added runs first: while the segment is mapped
-        peers = meeting.hold(store)
+        met = meeting.hold(store)
         on_failure.pop_all()
     meeting.listener.close()
     main.close_descriptor()
-    return peers
+    return met
 
 
 def _tell_broken(main: Segment) -> None:
@@ -110,8 +125,11 @@ def _tell_broken(main: Segment) -> None:
 class _MeshSetup:
     """The state of one rank during ``meet``."""
 
-    def __init__(self, rank: int, size: int, timeout_s: float, main: Segment) -> None:
+    def __init__(
+        self, rank: int, size: int, timeout_s: float, main: Segment, note: str, earlier: Sequence[processes.Process]
+    ) -> None:
         self._rank, self._size, self._timeout_s, self._main = rank, size, timeout_s, main
+        self._note, self._earlier = note, earlier
         self._deadline = time.monotonic() + timeout_s
         self._cards: list[_Card] = []
         self._pidfds = [-1] * size
@@ -123,14 +141,14 @@ class _MeshSetup:
         except OSError as error:
             self._refused(error)
 
-    def hold(self, store: dist.Store) -> Peers:
-        """Exchange cards through the store, connect the sockets, exchange main segments; return the connected ``Peers``."""
+    def hold(self, store: dist.Store) -> tuple[Peers, list[str]]:
+        """Exchange cards through the store, connect the sockets, exchange main segments; return as ``meet`` does."""
         name = f"guozhuang-{secrets.token_hex(16)}"
         try:
             self.listener.bind(f"\0{name}")
             self.listener.listen(4 * self._size + 16)
             self.listener.setblocking(False)
-            self._exchange_cards(store, _Card(os.getpid(), name, secrets.token_bytes(16), identity()))
+            self._exchange_cards(store, _Card(os.getpid(), name, secrets.token_bytes(16), identity(), self._note))
             for peer in self._others():
                 self._pidfds[peer] = self._open_pidfd(peer)
             for peer in range(self._rank):
@@ -151,7 +169,8 @@ class _MeshSetup:
                 self._pidfds[peer] = connection.fileno()
         segments = [segment for segment in self._segments if segment is not None]
         assert len(segments) == self._size
-        return Peers(self._rank, [card.pid for card in self._cards], self._pidfds, segments, notes, channels)
+        peers = Peers(self._rank, [card.pid for card in self._cards], self._pidfds, segments, notes, channels)
+        return peers, [card.note for card in self._cards]
 
     def close(self) -> None:
         """Close all sockets, descriptors and segments after a failure."""
@@ -176,15 +195,15 @@ class _MeshSetup:
     # The methods below use the store, and open pidfds.
 
     def _exchange_cards(self, store: dist.Store, mine: _Card) -> None:
-        card = json.dumps([mine.pid, mine.name, mine.secret.hex(), mine.identity])
-        earlier = roll_call.EarlierProcesses(store, "identity")
+        card = json.dumps([mine.pid, mine.name, mine.secret.hex(), mine.identity, mine.note])
 
         def ended(peer: int) -> int | None:
-            return earlier.ended(peer, mine.identity)
+            process = self._earlier[peer] if self._earlier else None
+            return process.pid if process is not None and process.has_ended(mine.identity) else None
 
         cards = roll_call.call(store, "card", self._rank, self._size, card, self._timeout_s, ended)
         told = [json.loads(card) for card in cards]
-        self._cards = [_Card(pid, name, bytes.fromhex(secret), node) for pid, name, secret, node in told]
+        self._cards = [_Card(pid, name, bytes.fromhex(secret), *rest) for pid, name, secret, *rest in told]
         elsewhere = [peer for peer in self._others() if self._cards[peer].identity != mine.identity]
         if elsewhere:
             what = f"ranks {elsewhere} cannot share memory with this one: another node, user or namespace"

@@ -1,0 +1,230 @@
+"""A process group whose ranks change while it lives, by the interface that torch.distributed has for this from 2.14 on.
+
+    dist.init_process_group("shm", enable_reconfigure=True)
+    handle = dist._get_reconfigure_handle()     # a text; the ranks-to-be exchange theirs by whatever way they have
+    dist._reconfigure(uuid, handles).wait()     # the place of a handle in the list is the rank of the process that made it
+
+Each change makes a group of its own for the ranks of that change, to which this group hands its calls.
+
+[Note: which change a call belongs to] Ranks that make one change meet under keys that name its ``uuid`` and a digest of its
+handles. A handle counts the changes that its process has tried, so a later try never has the same handles. The first rank to
+come writes the digest under the ``uuid``: a ``uuid`` that was used before is refused on every rank, at once, and no rank reads
+what ranks wrote for another change.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.groups.forwarding import ForwardingGroup
+from guozhuang.groups.serial import CallWork
+from guozhuang.watch.processes import Process
+
+_FIX = "exchange the texts that _get_reconfigure_handle returns now, and give all ranks the same list"
+
+
+class ReconfigureError(UsageError, RuntimeError):
+    """A change of a group's ranks that cannot work. Also a RuntimeError, which PyTorch's own backends raise here."""
+
+
+class ReconfigureHandle(NamedTuple):
+    """What one process tells the others for a change; ``str`` and ``read`` turn it into a text and back.
+
+    Attributes:
+        token: distinguishes the groups of all processes.
+        num_changes: how many changes the group has tried to make in that process.
+        is_built: whether the C part of the shared-memory group was built in that process.
+        process: the process.
+    """
+
+    token: str
+    num_changes: int
+    is_built: bool
+    process: Process
+
+    def __str__(self) -> str:
+        return f"shm:{self.token}:{self.num_changes}:{int(self.is_built)}:{self.process}"
+
+    @classmethod
+    def read(cls, text: str) -> ReconfigureHandle:
+        """Return the handle that ``str`` turned into this text; raise ReconfigureError for another text."""
+        try:
+            name, token, num_changes, is_built, process = text.split(":", 4)
+            if name != "shm":
+                raise ValueError(name)
+            return cls(token, int(num_changes), bool(int(is_built)), Process.read(process))
+        except ValueError as error:
+            raise ReconfigureError(explain('no handle of an "shm" group', value=text, fix=_FIX)) from error
+
+
+class ReconfigurableGroup(ForwardingGroup):
+    """A process group whose ranks are chosen by ``reconfigure``, any number of times; it has none before the first.
+
+    Constructing it is not collective. Ranks that are gone take no part in a change, nor do ranks that are left out. Collectives
+    that have not ended by then raise after the change. If a change fails, the group stays as it was; all ranks then exchange
+    new handles.
+
+    Args:
+        store: a store that this group alone uses, the same for all processes that may ever join.
+        rank: this process's rank until the first change.
+        size: the number of ranks until the first change.
+        timeout: the limit of each collective, and of a change that has no limit of its own.
+        process: this process.
+        is_built: whether the C part of the shared-memory group was built.
+        make: makes the group of one change, of ``(store, rank, size, timeout, processes by rank)``; collective.
+    """
+
+    # Read by torch.distributed from a group, or from a group's backend for a device: this object is both.
+    supports_reconfigure = True
+    supports_splitting = supports_coalescing = supports_shrinking = False
+    supports_tensor_alloc = supports_time_estimate = False
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta,
+        process: Process,
+        is_built: bool,
+        make: Callable[[dist.Store, int, int, datetime.timedelta, list[Process]], Any],
+    ) -> None:
+        super().__init__(rank, size, "shm")
+        self._store, self._timeout, self._make = store, timeout, make
+        self._handle = ReconfigureHandle(secrets.token_hex(8), 0, is_built, process)
+        self._group: Any = None
+        self._lacks = "it has no ranks yet: call torch.distributed._reconfigure first"
+
+    def get_reconfigure_handle(self) -> str:
+        """Return the text by which other processes name this one in the next change. Not collective."""
+        return str(self._handle)
+
+    def reconfigure(self, opts: Any) -> dist.Work:
+        """Make the processes of these handles the ranks of the group. All of them must call it, and no other process.
+
+        Args:
+            opts: torch.distributed's ``ReconfigureOptions``: ``uuid``, new for every change; ``handles``, one for each rank,
+                by rank in a list, while a set is sorted; ``timeout``, the limit of the change, None for the group's own.
+
+        Returns:
+            A work that is done.
+
+        Raises:
+            ReconfigureError: the handles or the uuid cannot work.
+            PeerLost: a rank ended, or failed, during the change.
+            WorldError: ranks did not come in time; the text names them.
+        """
+        texts = list(opts.handles) if isinstance(opts.handles, Sequence) else sorted(opts.handles)
+        handles = [ReconfigureHandle.read(text) for text in texts]
+        mine = str(self._handle)
+        if len(set(texts)) < len(texts) or mine not in texts:
+            what = "handles must be different" if mine in texts else "the handle of this rank is not among the handles"
+            raise ReconfigureError(explain(what, value=texts, rank=self._rank, fix=_FIX))
+        lacking = [rank for rank, each in enumerate(handles) if not each.is_built]
+        if lacking:
+            fix = "install a C compiler there and reinstall guozhuang, or use the gloo backend"
+            raise ReconfigureError(explain(f'"shm" needs its C part, which was not built for ranks {lacking}', fix=fix))
+        rank, size, timeout = texts.index(mine), len(texts), opts.timeout or self._timeout
+        self._handle = self._handle._replace(num_changes=self._handle.num_changes + 1)
+        store = self._claim(opts.uuid, texts, rank)
+        made = self._make(store, rank, size, timeout, [each.process for each in handles])
+        made.set_timeout(self._timeout)
+        before, self._group = self._group, made
+        self._rank, self._size = rank, size
+        if before is not None:
+            before.abort()
+        return CallWork()
+
+    def _claim(self, uuid: int, texts: Sequence[str], rank: int) -> dist.Store:
+        """Return the store of this change. See [Note: which change a call belongs to]."""
+        digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+        claimed = self._store.compare_set(f"reconfigure/{uuid}", "", digest).decode()
+        if claimed != digest:
+            what = "this uuid was already used for another change of the group's ranks, or with other handles"
+            raise ReconfigureError(explain(what, value=uuid, rank=rank, fix="give a new uuid for every change"))
+        return dist.PrefixStore(f"reconfigure/{uuid}/{digest[:16]}", self._store)
+
+    @override
+    def _target(self) -> Any:
+        if self._group is None:
+            raise WorldError(explain(f"this group takes no calls: {self._lacks}", rank=self._rank))
+        return self._group
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the group of the last change has besides, such as ``empty``."""
+        if name.startswith("__") or self.__dict__.get("_group") is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._group, name)
+
+    # Properties that torch.distributed reads.
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks of the group."""
+        return self._size
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return "shm"
+
+    @property
+    def options(self) -> object:
+        """Return the options that the group was made with."""
+        return torch._C._distributed_c10d.Backend.Options("shm", self._timeout)
+
+    @property
+    @override
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")] if self._group is None else super()._device_types
+
+    @override
+    def _get_backend(self, device: torch.device | str) -> object:
+        return self if torch.device(device).type == "cpu" else self._target()._get_backend(device)
+
+    def get_error(self) -> Any:
+        """Return success: what a rank fails with, it raises."""
+        return torch._C._distributed_c10d.ErrorType.SUCCESS
+
+    def get_group_store(self) -> dist.Store:
+        """Return the store that the group was made with."""
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return int(self._target()._get_sequence_number_for_group())
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: calls are counted from each change on."""
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Change the limit of collectives that begin from now on, and of later changes. Affects this rank only."""
+        self._timeout = timeout
+        if self._group is not None:
+            self._group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """Leave the ranks at once: peers that wait for this rank raise. A later ``reconfigure`` gives the group ranks again."""
+        self._end("abort")
+
+    def shutdown(self) -> None:
+        """Leave the ranks: running collectives get some seconds to end; peers that wait for this rank afterwards raise."""
+        self._end("shutdown")
+
+    def _end(self, how: str) -> None:
+        before, self._group = self._group, None
+        self._lacks = f"it has left its ranks ({how}): call torch.distributed._reconfigure with a new uuid"
+        if before is not None:
+            getattr(before, how)()

@@ -1,0 +1,197 @@
+"""Ranks of an "shm" group come and go, by torch.distributed's own interface where it has one (from PyTorch 2.14 on)."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from guozhuang.errors import PeerLost, WorldError
+from guozhuang.groups import backend
+from guozhuang.groups.reconfigurable import ReconfigureError, ReconfigureHandle
+from tests.processes.shm_ranks import held
+from tests.ranks import RankError, run_ranks
+
+THERE = hasattr(dist, "_reconfigure")
+LIMIT = datetime.timedelta(seconds=20)
+
+
+class Rank:
+    """One process: its group, and the store by which the processes tell each other their handles."""
+
+    def __init__(self, number: int, count: int, name: str = "shm") -> None:
+        self.number, self.count = number, count
+        self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), count, number == 0)
+        more: dict[str, Any] = {"enable_reconfigure": True}
+        if not THERE:
+            backend.register()
+            dist.Backend.register_backend("changing", lambda told, _: backend._reconfigurable(told), True, ["cpu"])
+            name, more = "changing", {}
+        dist.init_process_group(name, rank=number, world_size=count, store=self.store, timeout=LIMIT, **more)
+        self.group: Any = dist.group.WORLD
+
+    def handle(self) -> str:
+        return str(dist._get_reconfigure_handle() if THERE else self.group.get_reconfigure_handle())
+
+    def handles(self, topic: str, count: int | None = None) -> list[str]:
+        """The handles of all processes, by their first rank."""
+        self.store.set(f"{topic}/{self.number}", self.handle())
+        return [self.store.get(f"{topic}/{rank}").decode() for rank in range(count or self.count)]
+
+    def change(self, uuid: int, handles: Sequence[str] | set[str], timeout: datetime.timedelta | None = None) -> None:
+        if THERE:
+            work = dist._reconfigure(uuid, handles, timeout=timeout)
+        else:
+            work = self.group.reconfigure(SimpleNamespace(uuid=uuid, handles=handles, timeout=timeout))
+        assert work.wait()
+        wanted = handles if isinstance(handles, list) else sorted(handles)
+        assert dist.get_world_size() == self.group.size() == len(wanted)
+        assert dist.get_rank() == self.group.rank()
+
+    def meet(self, topic: str, count: int | None = None) -> None:
+        self.store.set(f"met/{topic}/{self.number}", "")
+        self.store.wait([f"met/{topic}/{rank}" for rank in range(count or self.count)])
+
+    def works(self) -> None:
+        """Collectives and sends give what they should among the present ranks."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        tensor = torch.full((5,), rank + 1.0)
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        assert tensor.tolist() == [size * (size + 1) / 2] * 5
+        gathered: list[Any] = [None] * size
+        dist.all_gather_object(gathered, f"rank {rank}")
+        assert gathered == [f"rank {each}" for each in range(size)]
+        given, taken = torch.tensor([rank]), torch.tensor([-1])
+        if size > 1:
+            sent = self.group.send([given], (rank + 1) % size, 0)
+            self.group.recv([taken], (rank - 1) % size, 0).wait()
+            sent.wait()
+            assert taken.item() == (rank - 1) % size
+        large = self.group.empty(100_000).fill_(rank)
+        dist.broadcast(large, size - 1)
+        assert (large == size - 1).all()
+        dist.barrier()
+
+
+def comes_and_goes(number: int, count: int) -> None:
+    before = held()
+    me = Rank(number, count)
+    assert not THERE or (dist._supports_reconfigure() and dist.get_backend() == "shm")
+    assert dist.get_backend_impl(me.group, torch.device("cpu")).supports_reconfigure if THERE else True
+    with pytest.raises(WorldError, match="no ranks yet"):
+        dist.barrier()
+    old = me.handles("first")
+    me.change(1, old)
+    assert dist.get_rank() == number
+    me.works()
+
+    handles = me.handles("last goes")
+    with pytest.raises(ReconfigureError, match="not among the handles"):
+        me.change(2, old)  # handles are new after every change
+    with pytest.raises(ReconfigureError, match="no handle"):
+        me.change(2, ["gloo:0:-1:0:", handles[0]])
+    me.meet("refused")
+    if number < count - 1:
+        me.change(2, handles[:-1])
+        assert dist.get_rank() == number
+        me.works()
+    me.meet("last is back")  # a rank that is not told stays as it was
+    me.change(3, me.handles("last is back"))
+    me.works()
+
+    handles = me.handles("middle goes")
+    if number != 1:
+        me.change(4, handles[:1] + handles[2:])
+        assert dist.get_rank() == (number if number < 1 else number - 1)
+        me.works()
+    me.change(5 + number, [me.handle()])  # each alone
+    me.works()
+    with pytest.raises(ReconfigureError, match="already used"):
+        me.change(5 + number, [me.handle()])
+    me.change(20, me.handles("alone to all"))
+    me.works()
+
+    handles = me.handles("split")
+    me.change(21, handles[:1]) if number == 0 else me.change(22, handles[1:])
+    me.works()
+    together = me.handles("together")
+    me.change(23, set(together))  # a set: all ranks sort alike
+    assert dist.get_rank() == sorted(together).index(together[number])
+    me.works()
+
+    late: list[Any] = []
+    if dist.get_rank() == 0:
+        late.append(dist.all_reduce(torch.ones(3), async_op=True))  # the others never call it
+    me.change(24, me.handles("unfinished"))
+    for work in late:
+        with pytest.raises(WorldError):
+            work.wait()
+    me.works()
+
+    me.group.abort()
+    assert me.group.get_error() == torch._C._distributed_c10d.ErrorType.SUCCESS
+    with pytest.raises(WorldError, match="left its ranks"):
+        dist.barrier()
+    me.change(25, me.handles("after abort"))
+    me.works()
+    limit = datetime.timedelta(seconds=17)
+    me.group.set_timeout(limit)
+    assert me.group.options._timeout == limit
+    me.change(26, me.handles("the limit stays"))
+    assert me.group.options._timeout == limit
+    me.meet("end")
+    dist.destroy_process_group()
+    del me
+    deadline = time.monotonic() + 5.0
+    while (left := {each for each in held() - before if "socket" not in each}) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, left
+
+
+def test_ranks_come_and_go() -> None:
+    run_ranks(comes_and_goes, 3, init=False)
+
+
+def loses_ranks(number: int, count: int) -> list[float]:
+    me = Rank(number, count)
+    me.change(1, me.handles("first"))
+    me.works()
+    took = []
+    for gone in (count - 1, count - 2):
+        handles = me.handles(f"{gone}", gone + 1)
+        if number == gone:
+            os._exit(0)
+        with pytest.raises(PeerLost) as caught:
+            dist.all_reduce(torch.ones(10))
+        assert caught.value.rank == gone
+        # It is not known to be gone: the change finds out, and the group stays as it was.
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match=f"rank {gone}"):
+            me.change(10 + gone, handles)
+        took.append(time.monotonic() - began)
+        handles = me.handles(f"without {gone}", gone)
+        began = time.monotonic()
+        me.change(20 + gone, handles)
+        took.append(time.monotonic() - began)
+        me.works()
+    with pytest.raises(WorldError, match=r"ranks \[1\] did not come within 0.5 s"):
+        other = str(ReconfigureHandle("0" * 16, 0, True, ReconfigureHandle.read(me.handle()).process))
+        me.change(30, [me.handle(), other], timeout=datetime.timedelta(seconds=0.5))
+    me.works()
+    return took
+
+
+def test_ranks_are_lost() -> None:
+    first, *others = run_ranks(loses_ranks, 3, init=False, collect_errors=True)
+    assert not isinstance(first, RankError), first.text
+    assert all(isinstance(each, RankError) and each.exit_code == 0 for each in others), others
+    assert max(first[::2]) < 2.0  # the end of a process is noticed
+    assert max(first[1::2]) < 1.0
