@@ -182,6 +182,9 @@ class LocalRun(NodeRun):
                 return decision.outcome
         for rank, code in self._crew.wait(min(0.1, self._config.monitor_interval)).items():
             job.ended(rank, code)
+            if code == 0 and job.living and self._rendezvous is not None:
+                with contextlib.suppress(RuntimeError):  # the store is gone with node 0, which is noticed elsewhere
+                    self._rendezvous.tell_ended(rank)
         if job.is_watching_kernel:
             job.kernel_holds(self._crew.held(), time.monotonic())
         return None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -24,6 +25,11 @@ _AFTER_VERDICT_S = 3 * client.LONGEST_LOOK_S
 _GRACE_S = _AFTER_VERDICT_S + 1.0  # seconds that an answer of the store may take beyond the roll call's limit
 _MOST_NAMED = 16
 _LOOPBACK_KEY = "guozhuang/loopback address"
+_ENDED_KEY = "guozhuang/ended ranks"  # the ranks that launchers saw end with 0, each followed by a space
+_LOOK_S, _LOOKS_PER_S = (
+    0.5,
+    1000,
+)  # a waiting rank reads it so often (s); all ranks together at most so often per second
 _log = logging.getLogger("guozhuang")
 
 
@@ -66,10 +72,22 @@ class RankCard:
     Attributes:
         host: identity of the rank's node (``node_identity``).
         note: the ``note`` given to ``roll_call``; in ``init`` the UUIDs of the rank's visible CUDA devices, joined by commas.
+        settings: the ``settings`` given to ``roll_call``; {} from a version of this package that tells none.
     """
 
     host: str
     note: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def to_text(self) -> str:
+        """Encode the card for the store."""
+        return f"{self.host}\n{self.note}\n{json.dumps(dict(self.settings))}"
+
+    @classmethod
+    def of_text(cls, text: str) -> RankCard:
+        """Return the card that ``to_text`` encoded."""
+        host, note, *rest = text.split("\n", 2)
+        return cls(host, note, json.loads(rest[0]) if rest else {})
 
 
 def open_store(
@@ -230,6 +248,16 @@ def keep_behind_door(listener: socket.socket, secret: bytes, host: str, timeout_
     return WorldStore(store, host, (Door(listener, port, secret),), port=outer_port, local=(interfaces.LOOPBACK, port))
 
 
+def tell_ended(store: dist.Store | PatientStore, rank: int) -> None:
+    """Tell ranks that wait in a roll call that the process of a rank has ended with 0; launchers call it.
+
+    Args:
+        store: the store of the world, without a prefix.
+        rank: the rank that has ended.
+    """
+    store.append(_ENDED_KEY, f"{rank} ")  # type: ignore[union-attr]
+
+
 def claim(store: PatientStore, rank: int, size: int) -> None:
     """Register this rank's number in the store, where no other process may use it again; every rank must call once.
 
@@ -243,7 +271,14 @@ def claim(store: PatientStore, rank: int, size: int) -> None:
         raise UsageError(text)
 
 
-def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: str = "") -> list[RankCard]:
+def roll_call(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    note: str = "",
+    settings: Mapping[str, str] | None = None,
+) -> list[RankCard]:
     """Wait until every rank has joined; return the ``RankCard`` of every rank, in rank order.
 
     Every rank must call this, with a store (or prefix) that no other call uses.
@@ -254,13 +289,15 @@ def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: s
         size: number of ranks.
         timeout_s: limit for the whole call, in seconds.
         note: one line of text that this rank publishes besides its host.
+        settings: further texts by name that this rank publishes.
 
     Raises:
         UsageError: two processes claim the same rank.
-        WorldError: a rank did not join within ``timeout_s`` (the text names the missing ranks), or the process that keeps the
-            store is gone or does not answer. Every rank that waits raises.
+        WorldError: a rank did not join within ``timeout_s`` (the text names the missing ranks), or its launcher told that it
+            ended before (``tell_ended``), or the process that keeps the store is gone or does not answer. Every rank that
+            waits raises.
     """
-    call = _RollCall(store, rank, size, timeout_s, note)
+    call = _RollCall(store, rank, size, timeout_s, RankCard(node_identity(), note, settings or {}))
     try:
         return call.run()
     finally:
@@ -270,9 +307,10 @@ def roll_call(store: dist.Store, rank: int, size: int, timeout_s: float, note: s
 class _RollCall:
     """The roll call as one rank runs it: publish its own card, wait for those of all ranks, or name the missing ranks."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, note: str) -> None:
-        self._rank, self._size, self._timeout_s, self._note = rank, size, timeout_s, note
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, card: RankCard) -> None:
+        self._rank, self._size, self._timeout_s, self._card = rank, size, timeout_s, card
         self._deadline, self._notices = time.monotonic() + timeout_s, client.Notices()
+        self._next_look_s = 0.0
         self._client = client.Client(timeout_s + _GRACE_S)
         name = f"the store that the ranks meet at{_address(store)}"
         self._store = PatientStore(store, client=self._client, name=name, rank=rank, num_pollers=size)
@@ -283,21 +321,36 @@ class _RollCall:
     def run(self) -> list[RankCard]:
         store, rank, size = self._store, self._rank, self._size
         claim(store, rank, size)
-        store.set(f"host/{rank}", f"{node_identity()}\n{self._note}")
+        store.set(f"host/{rank}", self._card.to_text())
         if store.add("present", 1) == size:
             store.set("complete", "1")
         if not store.exist_within(["complete"], self._timeout_s):
             self._abort()
         cards = store.multi_get([f"host/{r}" for r in range(size)])
-        return [RankCard(*text.decode().split("\n", 1)) for text in cards]
+        return [RankCard.of_text(text.decode()) for text in cards]
 
     def _look(self) -> None:
         """Raise if another rank has ended the roll call; log which ranks are missing, now and then."""
         self._client.limit_s = max(self._deadline - time.monotonic(), 0.0) + _GRACE_S
         if verdict := self._store.read("verdict"):
             raise WorldError(verdict.decode())
+        if time.monotonic() >= self._next_look_s:
+            self._next_look_s = time.monotonic() + max(_LOOK_S, self._size / _LOOKS_PER_S)
+            self._raise_if_ended()
         if self._notices.are_due() and self._is_to_log(self._notices.num):
             self._notices.say(self._missing_ranks("are not here yet") + self._loopback_hint())
+
+    def _raise_if_ended(self) -> None:
+        """Raise if the launcher told that a missing rank has ended; it ends the other ranks itself unless that was with 0."""
+        told = self._root.read(_ENDED_KEY)
+        ended = sorted({int(text) for text in told.split()}) if told else []
+        if missing := _missing(self._store, ended):
+            noun, names = "ranks" if len(missing) > 1 else "rank", ", ".join(map(str, missing[:_MOST_NAMED]))
+            what = f"{noun} {names} of {self._size} ended with exit code 0 before the world began"
+            fix = "look for an early return or exit in the script: every rank must call gz.init()"
+            text = explain(what, fix=fix)
+            self._store.set("verdict", text)
+            raise WorldError(text)
 
     def _is_to_log(self, turn: int) -> bool:
         """Return whether this rank logs the missing ranks: rank 0 does; if rank 0 is missing too, the first that asks."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime
 import faulthandler
 import logging
 import math
@@ -25,14 +24,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from guozhuang.errors import MismatchError, UsageError, WorldError, explain
+from guozhuang.errors import UsageError, explain
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
+from guozhuang.world.connecting import check_settings, check_ways, make_group, settings
 from guozhuang.world.devices import (
     BIND_DEVICES,
     backend_of_cpu_ranks,
     choose,
     choose_own,
-    device_to_bind,
     devices_seen,
     num_cuda,
 )
@@ -99,8 +98,8 @@ def init(
             --backend``; without that nccl for CUDA, and for the CPU "shm" if all ranks are on one Linux node, else gloo.
         device: "cpu", "cuda" (the device of the local rank), "cuda:1" or a ``torch.device``. None: the CUDA device of the
             local rank if there is one and the backend serves it, else the CPU.
-        timeout_s: limit in seconds for each of three things: connecting to the store, the roll call of the ranks, and every
-            collective of the default group.
+        timeout_s: limit in seconds for each of these: connecting to the store, the roll call of the ranks, connecting the
+            ranks to each other, and every collective of the default group.
 
     Returns:
         The world. If its device is a CUDA device, it is made the current one.
@@ -108,7 +107,8 @@ def init(
     Raises:
         UsageError: the environment is half set or contradicts itself; an argument cannot work, or contradicts the world
             entered before.
-        WorldError: a rank did not join in time; the text names it.
+        MismatchError: ranks have different versions, backends, strategies or other settings; the text has a table of them.
+        WorldError: a rank did not join in time, ended before, or cannot be reached by another one; the text names it.
     """
     if not (isinstance(timeout_s, int | float) and math.isfinite(timeout_s) and timeout_s > 0):
         raise UsageError(explain("timeout_s must be a number of seconds above 0", value=timeout_s, fix="leave it out"))
@@ -132,11 +132,12 @@ def init(
     store, meeting = meet(identity, timeout_s)
     cards = [RankCard("", note)]
     if identity.size > 1:
-        cards = roll_call(store, identity.rank, identity.size, timeout_s, note)
+        cards = roll_call(store, identity.rank, identity.size, timeout_s, note, settings(backend, device))
     hosts = [each.host for each in cards]
     meeting.remove_note()
-    identity = _complete(identity, hosts)
     cpu_backend, why = backend_of_cpu_ranks(hosts)
+    check_settings(cards, identity.rank, cpu_backend)
+    identity = _complete(identity, hosts)
     chosen_backend, chosen_device = choose_own(
         backend, device, identity, hosts, [each.note for each in cards], os.environ, cpu_backend
     )
@@ -146,35 +147,14 @@ def init(
         torch.cuda.set_device(chosen_device)
     _set_interfaces(len(set(hosts)) > 1, meeting.host)
     try:
-        dist.init_process_group(
-            chosen_backend,
-            store=dist.PrefixStore("group", store),
-            rank=identity.rank,
-            world_size=identity.size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=device_to_bind(chosen_backend, chosen_device),
-        )
-    except BaseException as error:
+        check_ways(store, identity, hosts, chosen_backend, timeout_s)
+        make_group(chosen_backend, store, identity, timeout_s, chosen_device)
+    except BaseException:
         _restore_interfaces()
-        if not isinstance(error, RuntimeError) or isinstance(error, WorldError | MismatchError):
-            raise
-        raise _not_made(chosen_backend, error, identity.rank) from error
+        raise
     world = _enter(identity, chosen_device, chosen_backend, timeout_s, made_group=True, asked=(backend, device))
     _start_heartbeat(store, world, identity, hang_timeout, behind_door=bool(meeting.doors))
     return world
-
-
-def _not_made(backend: str, error: RuntimeError, rank: int) -> WorldError:
-    """Return the error for a process group that PyTorch could not make; the advice fits the cause."""
-    from guozhuang.net import interfaces
-
-    if interfaces.is_about_interfaces(error):
-        what = f"the ranks met, but backend {backend!r} could not connect them: {error}"
-        fix = f"set {interfaces.GLOO} or {interfaces.NCCL} to the network interface that leads to the other nodes"
-    else:
-        what = f"the ranks met, but PyTorch {torch.__version__} could not make their {backend!r} group: {error}"
-        fix = newer_than_tried() or "mend what PyTorch's own error names, or try another backend (--backend gloo)"
-    return WorldError(explain(what, rank=rank, fix=fix))
 
 
 def current() -> World | None:

@@ -26,7 +26,7 @@ from guozhuang.net import interfaces
 from guozhuang.net import store as stores
 from guozhuang.net.client import Client, PatientStore
 from guozhuang.net.interfaces import LOOPBACK
-from guozhuang.net.meet import WorldStore, join, keep
+from guozhuang.net.meet import WorldStore, join, keep, tell_ended
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 
 STORE_S = 300.0  # timeout in seconds of one operation of a store that an agent keeps
@@ -273,6 +273,12 @@ class FixedRendezvous:
     def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
         """Report to the other nodes that this one aborts the run, and why; see ``OtherAgents.give_up``."""
         return None if self._others is None else self._others.give_up(text, code, is_reaction)
+
+    def tell_ended(self, rank: int) -> None:
+        """Tell the ranks of all nodes that a rank has ended with 0: those that still wait for it to join raise."""
+        store = self._shared.whole if self._shared is not None else self._kept.store if self._kept is not None else None
+        if store is not None:
+            tell_ended(store, rank)
 
     def are_all_done(self) -> bool:
         """Report that the ranks of this node have ended with 0; return whether the ranks of all nodes have.
