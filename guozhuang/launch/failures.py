@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang.launch import tracebacks
+from guozhuang.units import ranks_text
 
 _LAST_LINES = 12  # how many last lines of the rank that failed first the report shows
 _LEAVING_LINES = 3  # a rank that printed at most this many lines after a traceback was ending because of it
@@ -129,19 +130,25 @@ def headline(failure: Failure, host: str) -> str:
     return text + (f"; {OUT_OF_MEMORY}" if failure.exitcode == -signal.SIGKILL else "")
 
 
-def describe(failures: Mapping[int, Failure], host: str, num_nodes: int = 1) -> str:
+def describe(failures: Mapping[int, Failure], host: str, num_nodes: int = 1, ended_before: Sequence[int] = ()) -> str:
     """Return the report of a failed run: the first failure with its traceback and last lines, then a line per further rank.
 
     Args:
         failures: the failures of this node, by rank.
         host: the name of this node.
         num_nodes: number of nodes of the run; with several the cause may lie on another node.
+        ended_before: the ranks of this node that had ended with exit code 0 before the first failure.
     """
     cause = first(failures)
     failure = failures[cause]
     text = [headline(failure, host)]
     if num_nodes > 1 and failure.is_reaction:
         text.append("  it was ended by, or lost, a rank of another node: see that node's output for the cause")
+    if ended_before and failure.is_reaction:
+        who = ranks_text(ended_before)
+        text.append(
+            f"  {who} had ended before that with exit code 0: every rank must make the same calls until the end"
+        )
     traceback = failure.traceback
     text += _indented(traceback)
     if traceback and failure.before:

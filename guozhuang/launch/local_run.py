@@ -264,7 +264,8 @@ class LocalRun(NodeRun):
         failures = self._failures(self._job.failed)
         assert self._attempt is not None
         num_nodes = len(self._attempt.shares)
-        text, rank = describe(failures, host, num_nodes), first(failures)
+        done = [rank for rank, code in sorted(self._job.codes.items()) if code == 0]
+        text, rank = describe(failures, host, num_nodes, done), first(failures)
         if elsewhere is not None:
             text = f"the first failure was on {elsewhere}\nhere, then:\n{text}"
             return RunReport(text, host=host, code=elsewhere.code, is_cause=False)

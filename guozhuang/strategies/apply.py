@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
@@ -14,6 +15,8 @@ from torch.utils import _pytree
 from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
+from guozhuang.groups.agreement import agree
+from guozhuang.groups.subgroups import timeout_s
 from guozhuang.registry import registry
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
 from guozhuang.strategies.ways import PreparedPair, Setup
@@ -44,6 +47,7 @@ def prepare(
         loss_fn)`` trains on one batch under every strategy, even one that a script could not train by its own loop.
 
     Raises:
+        MismatchError: ranks asked for different strategies, or have different models.
         UsageError: ``init()`` was not called, the name is unknown, the strategy is impossible in this world, the model
             is wrapped already or has nothing to train, or the optimizer holds parameters that the model lacks.
     """
@@ -58,6 +62,8 @@ def prepare(
     check_groups(chosen, num_groups)
     _check(model, optimizer, chosen, world, num_replicas)
     _place(model, optimizer, world)
+    if group := dist.group.WORLD:  # before the strategy's own comparison, which would find other buckets or weights
+        agree(group, "the strategy", [chosen.name], timeout_s(group), "give prepare() the same strategy on every rank")
     if world.rank == 0:
         why = "as asked" if asked_for is not None else "the default"
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)

@@ -5,9 +5,9 @@
         hosts.sent_bytes(0)     # what host 0 has put on its link
         hosts.cut(1)            # pull the cable of host 1
 
-Needs root and the commands of iproute2 and util-linux, with a delay also iptables. The names of hosts resolve nowhere, as on a
-bare container: whoever takes the address of "this host" by its name gets nothing. Nothing is left: namespaces go with their
-links and processes.
+Needs root and the commands of iproute2 and util-linux, with a delay or a firewall also iptables. The names of hosts resolve
+nowhere, as on a bare container: whoever takes the address of "this host" by its name gets nothing. Nothing is left: namespaces
+go with their links and processes.
 """
 
 from __future__ import annotations
@@ -106,6 +106,13 @@ class Hosts:
     def cut(self, host: int) -> None:
         """Pull the host's cable: nothing arrives any more, and nobody is told."""
         _ip("-n", self._switch, "link", "set", f"p{host}", "down")
+
+    def pass_only(self, port: int) -> None:
+        """Put a firewall on every host that drops what begins a connection from outside, unless it is to this TCP port."""
+        for host in range(self._num):
+            for rule in ("-i lo", "-m state --state ESTABLISHED,RELATED", f"-p tcp --dport {port}"):
+                _ip("netns", "exec", self._name(host), "iptables", "-A", "INPUT", *rule.split(), "-j", "ACCEPT")
+            _ip("netns", "exec", self._name(host), "iptables", "-A", "INPUT", "-j", "DROP")
 
     def _name(self, host: int) -> str:
         return f"{self._prefix}h{host}"

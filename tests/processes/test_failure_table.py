@@ -73,6 +73,35 @@ def test_a_stopped_worker_is_ended_with_the_others(tmp_path: Path) -> None:
     assert time.monotonic() - began < 40
 
 
+LEAVES = """
+import os, sys
+import guozhuang as gz
+if os.environ["RANK"] == "1" and sys.argv[1] == "before":
+    sys.exit(0)
+gz.init(sys.argv[2])
+if os.environ["RANK"] == "1":
+    sys.exit(0)
+import torch
+for _ in range(1000):
+    torch.distributed.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("when", "backend", "said"),
+    [
+        ("before", "gloo", "WorldError: rank 1 of 3 ended with exit code 0 before the world began"),
+        ("later", "gloo", "rank 1 had ended before that with exit code 0"),
+        ("later", "shm", "left the group, while this rank waited for it"),
+    ],
+)
+def test_a_worker_ends_with_0_while_the_others_need_it(tmp_path: Path, when: str, backend: str, said: str) -> None:
+    done = guozhuang("run", "-np", 3, write(tmp_path, LEAVES), when, backend, folder=tmp_path)
+    assert done.returncode == 1, done
+    assert said in done.stderr[done.stderr.index("guozhuang run: rank") :], done.stderr
+
+
 HANGS = """
 import time
 import torch, torch.distributed as dist

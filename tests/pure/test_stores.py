@@ -27,7 +27,7 @@ from guozhuang.net import client, interfaces
 from guozhuang.net import meet as rendezvous
 from guozhuang.net import meeting_point as ports
 from guozhuang.net import store as stores
-from guozhuang.net.meet import RankCard, open_store, roll_call
+from guozhuang.net.meet import RankCard, open_store, roll_call, tell_ended
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.watch.processes import node_identity
 from guozhuang.world import torchrun
@@ -340,6 +340,20 @@ def test_who_is_missing_is_said_while_waiting_and_at_the_end(
         call_all(dist.PrefixStore("y", store), 4, range(1, 4), 0.6)
     assert len(caplog.records) == 1, "the first to ask, where rank 0 is missing"
     assert "1 of 4 ranks are not here yet: 0" in caplog.text
+
+
+def test_a_rank_that_ended_before_it_joined_is_told_by_the_launcher() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    tell_ended(store, 1)  # after it joined, so that its end is its own affair
+    assert all(isinstance(found, list) for found in call_all(dist.PrefixStore("x", store), 2, range(2), 20))
+    timer = threading.Timer(0.3, tell_ended, (store, 2))
+    timer.start()
+    began = time.monotonic()
+    for error in call_all(dist.PrefixStore("y", store), 3, range(2), 60):
+        assert isinstance(error, WorldError), error
+        assert "rank 2 of 3 ended with exit code 0 before the world began" in str(error)
+    assert time.monotonic() - began < 10
+    timer.join()
 
 
 def test_a_store_on_loopback_is_named_as_a_likely_cause(monkeypatch: pytest.MonkeyPatch) -> None:

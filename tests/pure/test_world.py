@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import string
 
 import pytest
@@ -10,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guozhuang.errors import UsageError, WorldError
+from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.net import interfaces
-from guozhuang.net.meet import places
+from guozhuang.net.meet import RankCard, places
 from guozhuang.net.meeting_point import MeetingPoint
-from guozhuang.world import devices, session
+from guozhuang.world import connecting, devices, session
 from guozhuang.world.devices import (
     UNKNOWN,
     backend_of_cpu_ranks,
@@ -515,7 +517,48 @@ SRUN_2 = Identity("slurm", rank=2, size=3, local_rank=2, local_size=3, node_rank
     ],
 )
 def test_interfaces_are_named_only_where_they_may_be_the_cause(text: str, named: bool) -> None:
-    error = session._not_made("shm", RuntimeError(text), 3)
+    error = connecting._not_made("shm", RuntimeError(text), 3)
     assert text in str(error) and "[rank 3]" in str(error)
     assert (interfaces.GLOO in str(error)) == named
     assert named or "--backend gloo" in str(error) or "was tried with" in str(error)
+
+
+def card(host: str = "a", **changed: str) -> RankCard:
+    return RankCard.of_text(RankCard(host, "", connecting.settings(None, "cpu") | changed).to_text())
+
+
+@pytest.mark.parametrize(
+    ("cards", "lines"),
+    [
+        ([card(), card(), card()], []),
+        ([card(), card(backend="shm")], []),
+        (
+            [card(), card(backend="gloo"), card()],
+            ["setting  value  ranks", "backend  shm    ranks 0, 2", "backend  gloo   rank 1"],
+        ),
+        (
+            [card(), card(**{"--strategy": "sharded", "PyTorch": "2.11.0"})],
+            ["--strategy  not given  rank 0", "--strategy  sharded    rank 1", "PyTorch     2.11.0     rank 1"],
+        ),
+        ([card(), RankCard.of_text("b\nnote")], ["guozhuang       unknown    rank 1"]),
+    ],
+    ids=["equal", "asked for what is the default", "backend", "strategy and version", "a version that tells nothing"],
+)
+def test_settings_that_differ_are_named_with_their_ranks(cards: list[RankCard], lines: list[str]) -> None:
+    try:
+        connecting.check_settings(cards, 1, "shm")
+    except MismatchError as error:
+        assert lines and str(error).startswith("[rank 1] ranks have different settings"), error
+        assert all(re.search(rf"^ +{re.escape(line)}$", str(error), re.MULTILINE) for line in lines), error
+    else:
+        assert not lines
+
+
+def test_ways_that_lead_nowhere_are_found_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.create_server(("127.0.0.1", 0)) as gone:
+        addresses = {1: there.getsockname(), 2: gone.getsockname()}
+        gone.close()
+        found = connecting._unreached(addresses, 5.0)
+    assert list(found) == [2] and "refused, though it listens" in found[2]
+    hosts = ["a", "a", "b", "b", "c"]
+    assert [connecting._one_of_each_node(hosts, rank) for rank in range(5)] == [[2, 4], [3, 4], [0, 4], [1, 4], [0, 2]]
