@@ -88,7 +88,7 @@ def call(
                     _raise_for_failed(store, topic, rank, missing or [], ended)
                     look(missing or [], waited_s)
                 if missing and is_over:
-                    what = f"{named(missing)} did not come within {timeout_s:g} s {purpose}"
+                    what = f"timed out: {named(missing)} did not come within {timeout_s:g} s {purpose}"
                     raise WorldError(explain(what, rank=rank, fix=fix))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, look_s(waited_s, size))

@@ -98,6 +98,7 @@ class PendingWork(CallWork):
         self._completed = False
         self._guard = threading.Lock()  # guards ``_callbacks``, and the change of ``_completed``
         self._callbacks: list[Callable[[], None]] = []
+        self._last: Callable[[], None] | None = None
 
     def wait(self, timeout: datetime.timedelta = NO_LIMIT) -> bool:
         """Wait until the call has ended; raise its error. The argument is that of ``CallWork.wait``.
@@ -131,6 +132,14 @@ class PendingWork(CallWork):
                 return
         callback()
 
+    def before_end(self, last: Callable[[], None]) -> None:
+        """Call ``last``, which must not wait, before the waiting threads wake: on the thread that ends the call, or now."""
+        with self._guard:
+            if not self._completed:
+                self._last = last
+                return
+        last()
+
     def _at_end(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Return the function to call for ``callback`` on the thread that ends the call; a subclass may use another thread."""
         return callback
@@ -140,6 +149,8 @@ class PendingWork(CallWork):
         with self._guard:
             if self._completed:
                 return
+            if self._last is not None:
+                self._last()
             self._error, self._completed = error, True
             callbacks, self._callbacks = self._callbacks, []
         self._ended.release()
@@ -156,7 +167,7 @@ class PendingWork(CallWork):
 
     def _late(self, limit_s: float) -> WorldError:
         """Return the error of a wait that timed out."""
-        return WorldError(explain(f"a call did not end within the {limit_s:g} s that this wait was given"))
+        return WorldError(explain(f"timed out: a call did not end within the {limit_s:g} s that this wait was given"))
 
 
 class SerialWork(PendingWork):

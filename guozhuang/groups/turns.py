@@ -86,7 +86,7 @@ class QueuedWork(SerialWork):
 
     @override
     def _late(self, limit_s: float) -> WorldError:
-        text = f"{self._what} did not end within the {limit_s:g} s that this wait was given"
+        text = f"timed out: {self._what} did not end within the {limit_s:g} s that this wait was given"
         fix = "wait longer, or look for the rank that has not called it"
         return WorldError(explain(text, rank=self._turns.rank, fix=fix))
 

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
+from torch.autograd import profiler
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.groups.base import PythonGroup
+from guozhuang.groups.profiling import recorded, tensors_in
 from guozhuang.world import versions
 
 
@@ -107,6 +109,7 @@ class VerbGroup(PythonGroup):
 
 def collective(prepare: Callable[..., PreparedCall]) -> Callable[..., dist.Work]:
     """Decorate a method that checks arguments: the result starts the prepared call, or reports a failed check to the peers."""
+    # The methods take the tensors for the result, those that are given if these are others, more arguments, and options.
     (verb, options), native = VERBS[prepare.__name__], versions.name_of(prepare.__name__)
     num_arguments = prepare.__code__.co_argcount - 1
 
@@ -128,7 +131,12 @@ def collective(prepare: Callable[..., PreparedCall]) -> Callable[..., dist.Work]
             why = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
             self._report_refusal(verb, why.removeprefix(f"[rank {self._rank}] "), args[-1])
             raise
-        return self._begin(prepared, native, args) if start is None else start()
+        if start is not None:
+            return start()
+        if not profiler._is_profiler_enabled:
+            return self._begin(prepared, native, args)
+        given = tensors_in(args[min(num_arguments, 3) - 2]) if num_arguments > 1 else []
+        return recorded(f"{self._backend}:{verb}", given, lambda: self._begin(prepared, native, args))
 
     return call
 
@@ -139,3 +147,30 @@ def check_written(tensor: Tensor, what: str, rank: int) -> None:
         value = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         text = f"{what}: elements of the tensor share memory"
         raise UsageError(explain(text, value=value, rank=rank, fix="pass tensor.contiguous()"))
+
+
+class UnsupportedTensor(UsageError, NotImplementedError):
+    """A tensor is of a kind that the group does not carry. Also a NotImplementedError, which PyTorch's own groups raise."""
+
+
+def check_memory(tensor: Tensor, what: str, rank: int) -> None:
+    """Refuse a tensor without memory of its own: a DTensor, a FakeTensor, and other wrappers of tensors.
+
+    The result of a functional collective of PyTorch is waited for, and passes.
+    """
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:
+        address = 0
+    if address or not tensor.numel():
+        return
+    if type(tensor) is not Tensor:
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor.trigger_wait()
+            return
+    fix = "pass its local part, dtensor.to_local()" if hasattr(tensor, "to_local") else "pass a plain tensor of the CPU"
+    raise UnsupportedTensor(
+        explain(f"{what}: this tensor has no memory of its own", value=type(tensor).__name__, rank=rank, fix=fix)
+    )

@@ -6,9 +6,9 @@
 
 A pattern is part of a test's name; without patterns all tests run. The tests are those of ``DistributedTest._DistTestBase`` in
 ``torch/testing/_internal/distributed/distributed_test.py``. That file decides while it is imported, by BACKEND and WORLD_SIZE,
-which tests to skip: it is imported as for gloo, and the names of the backend and of the class are replaced after that, so that
-exactly the tests of stock gloo run. Each test has ranks of its own, forked from this process, which has imported everything;
-after ``LIMIT_S`` the ranks of a test are ended. The last line that is printed counts the outcomes.
+which tests to skip: it is imported as for gloo (``like``), and the names of the backend and of the class are replaced after
+that, so that exactly the tests of stock gloo run. Each test has ranks of its own, forked from this process, which has imported
+everything; after ``LIMIT_S`` the ranks of a test are ended. The last line that is printed counts the outcomes.
 
 From a test: ``run(backend, ddp, world_size, patterns)`` starts that process and returns the outcomes by test.
 """
@@ -16,11 +16,13 @@ From a test: ``run(backend, ddp, world_size, patterns)`` starts that process and
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +35,7 @@ PASSED, SKIPPED = "passed", "skipped"
 
 
 def run(
-    backend: str, ddp: str, world_size: int, patterns: Sequence[str] = (), timeout_s: float = 500.0
+    backend: str, ddp: str, world_size: int, patterns: Sequence[str] = (), like: str = "gloo", timeout_s: float = 500.0
 ) -> dict[str, str]:
     """Run the tests in a process of their own; return each test's outcome: "passed", "skipped: why", or the error's text.
 
@@ -42,11 +44,24 @@ def run(
         ddp: whose DistributedDataParallel the tests use: "torch" or "guozhuang".
         world_size: the number of ranks, 2 to 4; some tests need a certain number.
         patterns: parts of the names of the tests that run; all tests if there are none.
+        like: the backend whose tests run; tests of all_to_all on the CPU are marked for "mpi" alone.
         timeout_s: the limit of all tests together.
     """
     with tempfile.TemporaryDirectory(prefix="pytorch-own-") as folder:
         path = Path(folder, "outcomes.json")
-        words = ["--backend", backend, "--ddp", ddp, "--world-size", world_size, "--json", path, *patterns]
+        words = [
+            "--backend",
+            backend,
+            "--ddp",
+            ddp,
+            "--world-size",
+            world_size,
+            "--like",
+            like,
+            "--json",
+            path,
+            *patterns,
+        ]
         command = [sys.executable, "-m", "tests.pytorch_own.run", *map(str, words)]
         done = subprocess.run(command, cwd=ROOT, timeout=timeout_s, capture_output=True, text=True)
         assert path.exists(), f"{command} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
@@ -60,18 +75,20 @@ def main() -> None:
     parser.add_argument("--backend", default="gloo", help="the backend of the process group (default: gloo)")
     parser.add_argument("--ddp", default="torch", choices=("torch", "guozhuang"), help="whose DDP (default: torch)")
     parser.add_argument("--world-size", type=int, default=4, help="number of ranks (default: 4)")
+    parser.add_argument("--like", default="gloo", help="the backend whose tests run: gloo or mpi (default: gloo)")
     parser.add_argument("--json", type=Path, help="where to write each test's outcome")
     parser.add_argument("--list", action="store_true", help="print the names of the tests instead of running them")
     parser.add_argument("patterns", nargs="*", help="part of a test's name; all tests without one")
     asked = parser.parse_args()
     os.environ |= {
-        "BACKEND": "gloo",
+        "BACKEND": asked.like,
         "WORLD_SIZE": str(asked.world_size),
         "OMP_NUM_THREADS": "1",
         "KINETO_LOG_LEVEL": "5",
+        "INIT_METHOD": f"file://{tempfile.mkdtemp(prefix='pytorch-own-')}/store",
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT_S),
     }
-    case = test_case(asked.backend, asked.ddp)
+    case = test_case(asked.backend, asked.ddp, asked.like)
     names = unittest.TestLoader().getTestCaseNames(case)
     chosen = [name for name in names if not asked.patterns or any(part in name for part in asked.patterns)]
     if asked.list:
@@ -84,21 +101,33 @@ def main() -> None:
     print(dict(Counter(text.partition(":")[0].partition("\n")[0][:20] for text in outcomes.found.values())))
 
 
-def test_case(backend: str, ddp: str) -> Any:
+def test_case(backend: str, ddp: str, like: str) -> Any:
     """Import PyTorch's tests, put our backend or class in place, and return the test case; called once in a process."""
     import torch.multiprocessing
     from torch.testing._internal import common_distributed
-    from torch.testing._internal.distributed import distributed_test as stock
 
     import guozhuang
 
+    # Without GPUs these tests would be skipped in their ranks; so no rank starts for them.
+    needs_gpu = unittest.skip("needs a GPU") if not torch.cuda.is_available() else None
+    if needs_gpu is not None:
+        common_distributed.skip_if_no_gpu = needs_gpu
+        common_distributed.skip_if_lt_x_gpu = lambda _, allow_cpu=False: (
+            needs_gpu if not allow_cpu else lambda test: test
+        )
+        common_distributed.nccl_skip_if_lt_x_gpu = lambda *_, **__: needs_gpu
+    from torch.testing._internal.distributed import distributed_test as stock
+
+    common_distributed.time = stock.time = _Polling()
     common_distributed.logger.setLevel("WARNING")
     os.environ["BACKEND"] = (
         "mpi"  # tests of groups of some ranks are skipped below 8 ranks unless this name stands here
     )
-    stock.BACKEND = backend
+    stock.BACKEND = _Like(backend, like)
     stock.PROFILING_SUPPORTED_BACKENDS.append(backend)
     stock.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append(backend)
+    if backend != "gloo":
+        _allow(stock)
     if ddp == "guozhuang":
         stock.DistributedDataParallel = guozhuang.DistributedDataParallel
         torch.nn.parallel.DistributedDataParallel = guozhuang.DistributedDataParallel  # type: ignore[misc]
@@ -116,6 +145,58 @@ def test_case(backend: str, ddp: str) -> Any:
             super().tearDown()
 
     return Stock
+
+
+def _allow(stock: Any) -> None:
+    """Let pass what the tests know of gloo alone, in two places.
+
+    ``dist.monitored_barrier`` asks for gloo by name; our groups have the method that it then calls. All events of gloo in the
+    profiler are asynchronous; ours are not where a call ran on the calling thread.
+    """
+    import torch.distributed as dist
+
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        group = dist.group.WORLD if group is None else group
+        if not dist._rank_not_in_group(group):
+            timeout = datetime.timedelta(seconds=timeout) if isinstance(timeout, float) else timeout
+            group.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+    events_of = stock.get_profiling_event
+
+    def profiling_event(*args: Any, **kwargs: Any) -> Any:
+        found = events_of(*args, **kwargs)
+        for event in found:
+            event.is_async = True
+        return found
+
+    dist.monitored_barrier = monitored_barrier
+    stock.get_profiling_event = profiling_event
+
+
+class _Polling:
+    """The module ``time`` for PyTorch's files, which poll every 0.1 s: here every 5 ms."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds if seconds != 0.1 else 0.005)
+
+
+class _Like(str):
+    """The name of a backend that also equals that of another, for which tests ask while they run."""
+
+    _other: str
+
+    def __new__(cls, name: str, other: str) -> _Like:
+        made = super().__new__(cls, name)
+        made._other = other
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return other == self._other or str.__eq__(self, other)
+
+    __hash__ = str.__hash__
 
 
 class _Outcomes(unittest.TestResult):

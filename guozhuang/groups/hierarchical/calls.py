@@ -24,7 +24,7 @@ from guozhuang.groups.shared_memory.endpoint import cut
 from guozhuang.groups.shared_memory.process_group import SharedMemoryGroup
 from guozhuang.groups.shared_memory.segments import SharedSegments
 from guozhuang.groups.turns import Turns, take_timeout
-from guozhuang.groups.verbs import PreparedCall, VerbGroup
+from guozhuang.groups.verbs import PreparedCall, VerbGroup, check_memory
 from guozhuang.watch.processes import Process
 
 _SLICE = datetime.timedelta(seconds=0.2)  # longest single wait for gloo; then this node's processes are checked
@@ -90,6 +90,9 @@ class Calls(VerbGroup):
 
     def _moves(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether two steps (in the node, between nodes) can move tensors: dense CPU tensors of one dtype, not empty."""
+        for tensor in tensors:
+            if tensor.is_cpu and tensor.layout == torch.strided:
+                check_memory(tensor, "a collective", self._rank)
         return not self.nodes.is_flat and all(
             t.is_cpu and t.layout == torch.strided and t.numel() > 0 and t.dtype == tensors[0].dtype for t in tensors
         )

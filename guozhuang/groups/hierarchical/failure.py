@@ -219,7 +219,8 @@ class GroupFailure:
 
     def late(self, what: str, peers: Sequence[int], limit_s: float) -> WorldError:
         """Return the error for ranks on other nodes that did not join in time."""
-        text = f"{_named(peers)} on other nodes did not come within {limit_s:.3g} s, while this rank waited in {what}"
+        late = f"{_named(peers)} on other nodes did not come within {limit_s:.3g} s"
+        text = f"timed out: {late}, while this rank waited in {what}"
         fix = "look at what runs there and at the network, or give the group a longer timeout"
         return _lost_one_of(explain(text, rank=self._nodes.rank, fix=fix), peers, what)
 
@@ -236,9 +237,10 @@ class GroupFailure:
             kind, lost, error = _Kind.LOST, mate, self._gone(mate, what)
         elif isinstance(error, PeerLost) and error.pid is not None:
             lost = nodes.here[error.rank]  # the error has the rank's number within the node
+            late = "timed out: " if "timed out" in text else ""
             text = (
-                f"rank {lost} (pid {error.pid}, on this node) gave this group up, or did not come, while this rank waited for "
-                f"it in {what}"
+                f"{late}rank {lost} (pid {error.pid}, on this node) gave this group up, or did not come, while this rank "
+                f"waited for it in {what}"
             )
             text = explain(text, rank=rank, fix=_FIX_ERROR)
             error, lost = self._peer_lost(text, lost, what), None

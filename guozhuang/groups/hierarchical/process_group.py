@@ -22,8 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 
 from guozhuang.groups.hierarchical.calls import Calls
+from guozhuang.groups.profiling import recorded
 from guozhuang.groups.shared_memory.arguments import Bytes
 from guozhuang.groups.verbs import PreparedCall, collective
 
@@ -133,7 +135,11 @@ class HierarchicalGroup(Calls):
     def barrier(self, opts: Any = None) -> dist.Work:
         """Return a work that ends when all ranks have joined."""
         opts = opts if opts is not None else dist.BarrierOptions()
-        return self._start(self._collectives.barrier, [], "barrier", opts, node_first=True)
+
+        def begin() -> dist.Work:
+            return self._start(self._collectives.barrier, [], "barrier", opts, node_first=True)
+
+        return recorded("hierarchical:barrier", [], begin) if profiler._is_profiler_enabled else begin()
 
     # ---- These calls run through gloo alone.
 

@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from guozhuang.errors import explain
+
+from ..verbs import UnsupportedTensor, check_memory
 from .collectives import Combining, MemoryRange
 from .endpoint import refuse
 from .program import DTYPE_OF, Op
@@ -40,13 +43,14 @@ def one(tensors: Sequence[Tensor] | Tensor, what: str, rank: int) -> Tensor:
 
 
 def check(tensors: Sequence[Tensor], what: str, rank: int) -> None:
-    """Refuse tensors that are not dense CPU tensors, and mixed dtypes."""
+    """Refuse tensors that are not dense CPU tensors or have no memory, and mixed dtypes."""
     for tensor in tensors:
         if not tensor.is_cpu or tensor.layout != torch.strided:
-            value = f"{tensor.layout} on {tensor.device}"
-            refuse(
-                f"{what}: tensors of one call must be alike, dense CPU tensors", value, rank, "use .to_dense(), .cpu()"
-            )
+            text = f"{what}: tensors of one call must be alike, dense CPU tensors"
+            value, fix = f"{tensor.layout} on {tensor.device}", "use .to_dense(), .cpu()"
+            raise UnsupportedTensor(explain(text, value=value, rank=rank, fix=fix))
+        if type(tensor) is not Tensor or not tensor.data_ptr():
+            check_memory(tensor, what, rank)
         if tensor.dtype != tensors[0].dtype:
             refuse(f"{what}: tensors of one call must have one dtype", f"{tensors[0].dtype}, {tensor.dtype}", rank)
 
@@ -180,8 +184,13 @@ class Bytes:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor's bytes are its values, contiguous and aligned, without lazy conjugation or negation."""
-    is_aligned = tensor.data_ptr() % tensor.itemsize == 0
+    """Return whether a tensor's bytes are its values: in memory of its own, contiguous and aligned, not lazily negated or
+    conjugated."""
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:
+        address = 0
+    is_aligned = address % tensor.itemsize == 0 and (address != 0 or not tensor.numel())
     return is_aligned and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 

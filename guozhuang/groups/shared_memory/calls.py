@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from guozhuang.errors import explain
 from guozhuang.groups.gloo import OtherDevices
 
 from ..turns import Turns, take_timeout
-from ..verbs import PreparedCall, VerbGroup, collective
+from ..verbs import PreparedCall, UnsupportedTensor, VerbGroup, check_memory, collective
 from . import arguments
 from .arguments import Bytes
 from .collectives import Combining
@@ -287,6 +288,8 @@ class CollectiveCalls(VerbGroup):
     def _reduce(self, tensor: Tensor, root: int | None, opts: Any) -> PreparedCall:
         how = arguments.combining(opts.reduceOp, tensor.dtype, self._size, self._rank)
         is_plain, name = arguments.is_plain(tensor), "all_reduce" if root is None else "reduce"
+        if not is_plain:
+            check_memory(tensor, name, self._rank)
         run = partial(self._operations.reduce if is_plain else self._reduce_now, tensor, how, root)
         return PreparedCall(run, [tensor], name, not is_plain and root in (None, self._rank))
 
@@ -300,12 +303,9 @@ class CollectiveCalls(VerbGroup):
         """Sum sparse tensors: every rank gathers the entries of all ranks, and adds them in rank order."""
         if tensor.layout != torch.sparse_coo or opts.reduceOp != dist.ReduceOp.SUM:
             fix = "use a sum of COO tensors, or .to_dense()"
-            refuse(
-                "all_reduce: this layout and operation do not go together",
-                f"{tensor.layout}, {opts.reduceOp}",
-                self._rank,
-                fix,
-            )
+            value = f"{tensor.layout}, {opts.reduceOp.op.name.lower()}"
+            text = "all_reduce: this layout and operation do not go together"
+            raise UnsupportedTensor(explain(text, value=value, rank=self._rank, fix=fix))
         what = describe("all_reduce", [], tensor.dtype) + f", sparse, shape {tuple(tensor.shape)}".encode()
 
         def run(terms: Terms) -> None:

@@ -63,6 +63,7 @@ class Endpoint:
         self._lost = [ctypes.c_uint32.from_address(main + LOST_OFFSET) for main in mains]
         self.turn = 0  # which of the two one-shot areas the next operation uses; alternates
         self.failure: Exception | None = None
+        self.late: tuple[int, ...] = ()  # the ranks that had not come when an operation timed out
         self._what = b""  # the current operation in words
         self._deadline = 0.0
         self._spin_us = 0
@@ -255,6 +256,7 @@ class Endpoint:
         if status == Status.DIFFER:
             error: Exception = self._mismatch()
         else:
+            self.late = ranks if status == Status.LATE else ()
             text = self._why(Status(status), ranks, what, limit_s)
             lost = self._first_cause(ranks[0]) if status == Status.BROKEN else ranks[0]
             error = WorldError(text)
@@ -295,9 +297,9 @@ class Endpoint:
             )
         last = "; ".join(f"rank {rank}'s last: {self._engine.doing(rank) or 'none yet'}" for rank in ranks)
         return explain(
-            f"{names} did not come within {limit_s:.3g} s, {waiting} ({last})",
+            f"timed out: {names} did not come within {limit_s:.3g} s, {waiting} ({last})",
             rank=self.rank,
-            fix="look at what that rank is doing (py-spy dump --pid), or give the group a longer timeout",
+            fix="look at what that rank is doing (py-spy dump --pid), or give the group a timeout longer than that",
         )
 
     def _mismatch(self) -> MismatchError:

@@ -14,10 +14,12 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 
-from guozhuang.errors import WorldError, explain
+from guozhuang.errors import PeerLost, WorldError, explain
 from guozhuang.groups import roll_call
 from guozhuang.groups.gloo import OtherDevices
+from guozhuang.groups.profiling import recorded
 from guozhuang.groups.turns import Turns, refuse_fork
 from guozhuang.groups.verbs import check_written
 from guozhuang.watch.processes import Process
@@ -96,7 +98,10 @@ class SharedMemoryGroup(CollectiveCalls):
         if not tensor.is_cpu:
             return self._others.group_on(tensor.device).send([tensor], dst, tag)
         arguments.check([tensor], "send", self._rank)
-        return self._transfers("send").send(tensor, dst, tag, self._timeout_s)
+        transfers = self._transfers("send")
+        if profiler._is_profiler_enabled:
+            return recorded("shm:send", [tensor], lambda: transfers.send(tensor, dst, tag, self._timeout_s))
+        return transfers.send(tensor, dst, tag, self._timeout_s)
 
     def recv(self, tensors: list[Tensor] | Tensor, src: int, tag: int = 0) -> dist.Work:
         """Start receiving a tensor from one rank."""
@@ -113,7 +118,11 @@ class SharedMemoryGroup(CollectiveCalls):
             return other.recv_anysource([tensor], tag) if src is None else other.recv([tensor], src, tag)
         arguments.check([tensor], "recv", self._rank)
         check_written(tensor, "recv", self._rank)
-        return self._transfers("recv").recv(tensor, src, tag, self._timeout_s)
+        transfers = self._transfers("recv")
+        if profiler._is_profiler_enabled:
+            title = "shm:recv" if src is not None else "shm:recvAnySource"
+            return recorded(title, [tensor], lambda: transfers.recv(tensor, src, tag, self._timeout_s))
+        return transfers.recv(tensor, src, tag, self._timeout_s)
 
     def _transfers(self, what: str) -> PointToPoint:
         """Return the object for sends and receives; raise the error that broke the group, if there is one."""
@@ -123,10 +132,30 @@ class SharedMemoryGroup(CollectiveCalls):
         return self._resources.point_to_point()
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; the error names every rank that did not join in time, whatever ``wait_all_ranks`` says."""
+        """Wait for all ranks; the error names the ranks that did not join in time.
+
+        Its text begins as that of PyTorch's own ``monitored_barrier``: on rank 0 the first missing rank, or all of them if
+        ``wait_all_ranks``; on other ranks that rank 0 knows more. Then every missing rank is named in any case.
+        """
         opts = dist.BarrierOptions()
         opts.timeout, opts.asyncOp = self._timeout if timeout is None else timeout, False
-        self.barrier(opts)
+        limit_ms = opts.timeout.total_seconds() * 1e3
+        if limit_ms <= 0:
+            text = f"Rank {self._rank} timed out in monitoredBarrier after {limit_ms:g} ms"
+            raise WorldError(explain(text, rank=self._rank, fix="give a time-out above zero"))
+        try:
+            self.barrier(opts)
+        except PeerLost as error:
+            late = self._resources.link.late or (error.rank,)
+            names = f"Ranks {', '.join(map(str, late))}" if wait_all_ranks and len(late) > 1 else f"Rank {late[0]}"
+            first = f"{names} failed to pass monitoredBarrier in {limit_ms:g} ms"
+            if self._rank:
+                first = (
+                    f"Rank {self._rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                )
+                first += "send/recv from rank 0. Please check rank 0 logs for faulty rank."
+            text = f"{first}\n{error}"
+            raise PeerLost(text, rank=error.rank, pid=error.pid, waiting_in=error.waiting_in) from None
 
     # Properties that torch.distributed reads from a group, or from a group's backend for a device: this object is both.
 

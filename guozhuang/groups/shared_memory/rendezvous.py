@@ -358,7 +358,7 @@ class _MeshSetup:
             self._lost(self._pidfds.index(fd), "ended while the group was made")
 
     def _missing(self, ranks: list[int], purpose: str) -> NoReturn:
-        what = f"ranks {ranks} did not come within {self._timeout_s:g} s {purpose}"
+        what = f"timed out: ranks {ranks} did not come within {self._timeout_s:g} s {purpose}"
         fix = "look at their own errors; every rank must reach this point"
         raise WorldError(explain(what, rank=self._rank, fix=fix))
 

@@ -204,10 +204,12 @@ class Transfer(PendingWork):
         """Return the error of a transfer, or of one wait for it, that timed out; ``pid`` is the other rank's process."""
         limit_s, other = self.limit_s if limit_s is None else limit_s, self.other
         if other is None:
-            text = f"no rank sent anything within {limit_s:g} s to the {self.what}"
+            text = f"timed out: no rank sent anything within {limit_s:g} s to the {self.what}"
             return WorldError(explain(text, rank=self.rank, fix="see that a rank makes the matching send"))
         fix = "see that the other rank makes the matching call, or give the group a longer timeout"
-        return self.lost(other, pid, f"rank {other} did not come within {limit_s:g} s to the {self.what}", fix)
+        return self.lost(
+            other, pid, f"timed out: rank {other} did not come within {limit_s:g} s to the {self.what}", fix
+        )
 
     def lost(self, lost: int, pid: int | None, text: str, fix: str = "look at that rank's own error") -> PeerLost:
         """Return the error of a transfer whose other rank is gone."""
