@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoint import TrainingState, epochs, keep, restore, save
     from .public import (
         DataParallel,
         DistributedDataParallel,
@@ -29,22 +30,32 @@ __all__ = [
     "DistributedSampler",
     "PeerLost",
     "SyncBatchNorm",
+    "TrainingState",
     "World",
     "clip_grad_norm_",
+    "epochs",
     "init",
+    "keep",
     "loader",
     "prepare",
     "rank_zero",
     "reduce",
+    "restore",
+    "save",
     "shutdown",
 ]  # without "print", so that `from guozhuang import *` leaves Python's alone
 
 # Where names are defined whose modules are imported at their first use only.
 _LATER = {
+    "TrainingState": "checkpoint",
     "clip_grad_norm_": "sharding",
+    "epochs": "checkpoint",
+    "keep": "checkpoint",
     "print": "script.rank_zero",
     "rank_zero": "script.rank_zero",
     "reduce": "script.reduce",
+    "restore": "checkpoint",
+    "save": "checkpoint",
 }
 
 

@@ -59,6 +59,10 @@ class WorldError(RuntimeError):
     """Processes could not connect or communicate: a rank was lost, or a wait ran into its time-out."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved, or is not as it was written; the text names the file."""
+
+
 class PeerLost(WorldError):
     """Another process of the group ended, or did not respond within the time-out; every rank that waited for it raises this.
 

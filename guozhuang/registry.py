@@ -86,7 +86,7 @@ class Registry:
         """Remember a prepared model with its optimizer, whose steps count from now on."""
         self._trained.append((weakref.ref(module), weakref.ref(model), weakref.ref(optimizer)))
         self._strategies.append(strategy)
-        optimizer.register_step_post_hook(self._stepped)
+        optimizer.register_step_post_hook(self.stepped)
 
     def add_loader(self, loader: object) -> None:
         """Remember a loader."""
@@ -95,13 +95,20 @@ class Registry:
         if self.on_loader is not None:
             self.on_loader(loader)
 
+    def clear(self) -> None:
+        """Forget everything, because the world was left in which it was made."""
+        self.on_pause = self.on_loader = None
+        self.has_stepped = False
+        self._trained, self._strategies, self._loaders = [], [], []
+
     def pause(self) -> None:
         """Let ``on_pause`` act if an optimizer has stepped since the last pause. See [Note: between two steps]."""
         if self.has_stepped and self.on_pause is not None:
             self.has_stepped = False
             self.on_pause()
 
-    def _stepped(self, optimizer: object, args: object, kwargs: object) -> None:
+    def stepped(self, optimizer: object, args: object, kwargs: object) -> None:
+        """Record that an optimizer has stepped; registered as its hook."""
         self.has_stepped = True
 
 

@@ -25,7 +25,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("exchange", "sync_batch_norm"),
     ("gradients", "weights", "optim"),  # an optimizer may bring its exchange
     ("distributed", "data_parallel", "sharding", "parallel"),
-    ("strategies", "script", "checkpoint"),
+    ("checkpoint",),
+    ("strategies", "script"),
     ("workloads",),
     ("launch",),
     ("lab", "check"),  # start ranks as `guozhuang run` does

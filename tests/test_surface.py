@@ -23,14 +23,19 @@ NAMES = {
     "DistributedSampler",
     "PeerLost",
     "SyncBatchNorm",
+    "TrainingState",
     "World",
     "clip_grad_norm_",
+    "epochs",
     "init",
+    "keep",
     "loader",
     "prepare",
     "print",
     "rank_zero",
     "reduce",
+    "restore",
+    "save",
     "shutdown",
 }
 COMMANDS = {"check", "compare", "completion", "run"}
@@ -47,9 +52,12 @@ SSH_OPTIONS = {
 RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
     "-np",
     "--backend",
+    "--checkpoint",
     "--copy-output",
+    "--every",
     "--groups",
     "--hang-timeout",
+    "--keep",
     "--pass-local-rank",
     "--server-hosts",
     "--no-warm",
@@ -112,6 +120,9 @@ COMPARE_OPTIONS = {
 }
 ENVIRONMENT = {
     "GUOZHUANG_BACKEND",
+    "GUOZHUANG_CHECKPOINT",
+    "GUOZHUANG_CHECKPOINT_EVERY",
+    "GUOZHUANG_CHECKPOINT_KEEP",
     "GUOZHUANG_GROUPS",
     "GUOZHUANG_GUARD",
     "GUOZHUANG_HANG_TIMEOUT",

@@ -21,7 +21,14 @@ from guozhuang.registry import registry
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
 from guozhuang.strategies.ways import PreparedPair, Setup
 from guozhuang.timeline import Timeline
-from guozhuang.world import World, current, requested_groups, requested_strategy, requested_timeline
+from guozhuang.world import (
+    World,
+    current,
+    requested_checkpoint,
+    requested_groups,
+    requested_strategy,
+    requested_timeline,
+)
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
 _log = logging.getLogger("guozhuang")
@@ -70,6 +77,10 @@ def prepare(
     found = chosen.prepare(model, optimizer, Setup(world, num_replicas, num_groups))
     prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
     registry.add_trained(model, *prepared, chosen.name)
+    if requested_checkpoint() is not None:
+        from guozhuang.checkpoint.run import begin_session  # imported only when needed
+
+        begin_session()
     path = requested_timeline()
     if path is not None:
         timeline = Timeline(world.rank)

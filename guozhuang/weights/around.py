@@ -180,6 +180,13 @@ class AroundSteps:
         self.exchange.load_state_dict(self._state, saved["exchange"])
         self.step, self._saved = int(saved["step"]), saved["exchange"]
 
+    def restart(self, step: int) -> None:
+        """Begin the exchange anew at a step, from rank 0's weights, which were written in place. Every rank must call it."""
+        self._loaded.add(self._module)
+        self._saved = None
+        self._start_anew()
+        self.step = step
+
     # ---- methods that the hooks call ---------------------------------------------------------------------------------------
 
     def _on_before(self, _: object) -> None:

@@ -11,6 +11,7 @@ from guozhuang.world import versions
 from guozhuang.world.identity import World
 from guozhuang.world.requests import (
     requested_backend,
+    requested_checkpoint,
     requested_gloo_interface,
     requested_groups,
     requested_nccl_interface,
@@ -25,6 +26,7 @@ __all__ = [
     "current",
     "init",
     "requested_backend",
+    "requested_checkpoint",
     "requested_gloo_interface",
     "requested_groups",
     "requested_nccl_interface",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from guozhuang.errors import UsageError, explain
@@ -12,6 +14,9 @@ from guozhuang.world.variables import number
 
 #: The seconds after which a run that hangs is ended; None: never; "off": no heartbeat, so lost ranks stay unnoticed too.
 HangTimeout = float | Literal["off"] | None
+
+#: How often checkpoints are saved, and how many stay, where nothing else is asked for.
+CHECKPOINT_EVERY, CHECKPOINT_KEEP = "5min", 3
 
 _MIN_SECRET_BYTES = 8
 
@@ -74,6 +79,59 @@ def requested_timeline() -> str | None:
     joins the parts of its node into ``FILE`` when the ranks have ended.
     """
     return os.environ.get("GUOZHUANG_TIMELINE") or None
+
+
+@dataclass(frozen=True)
+class CheckpointRequest:
+    """What ``guozhuang run --checkpoint DIR --every WHEN --keep K`` asks for.
+
+    Attributes:
+        folder: the absolute path of DIR.
+        every_steps: save after so many steps; None: by time.
+        every_s: save after so many seconds; None: by steps.
+        keep: how many checkpoints stay.
+    """
+
+    folder: str
+    every_steps: int | None
+    every_s: float | None
+    keep: int
+
+
+def requested_checkpoint() -> CheckpointRequest | None:
+    """Return what ``guozhuang run --checkpoint`` asks for (environment GUOZHUANG_CHECKPOINT, _EVERY, _KEEP); None by default.
+
+    Raises:
+        UsageError: a variable holds what its option would not accept.
+    """
+    folder = os.environ.get("GUOZHUANG_CHECKPOINT")
+    if not folder:
+        return None
+    name = "environment variable GUOZHUANG_CHECKPOINT_EVERY"
+    steps, seconds = checkpoint_interval(os.environ.get("GUOZHUANG_CHECKPOINT_EVERY") or CHECKPOINT_EVERY, name)
+    fix = "give `guozhuang run --keep` a count of checkpoints, or unset it"
+    keep = number(os.environ, "GUOZHUANG_CHECKPOINT_KEEP", at_least=1, fix=fix) or CHECKPOINT_KEEP
+    return CheckpointRequest(os.path.abspath(folder), steps, seconds, keep)
+
+
+def checkpoint_interval(text: str, name: str = "--every") -> tuple[int | None, float | None]:
+    """Parse how often to save: return (steps, None) or (None, seconds).
+
+    Args:
+        text: ``500steps``, or a duration such as ``30s``, ``5min`` or ``2h``.
+        name: the option or variable that holds it, for the error's text.
+
+    Raises:
+        UsageError: the text is of another form, or not above 0.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(steps?|s|min|h)", text.strip())
+    if match is not None and float(match[1]) > 0:
+        if not match[2].startswith("step"):
+            return None, float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
+        if match[1].isdecimal():
+            return int(match[1]), None
+    what = f"{name} must be a number of steps or a duration above 0"
+    raise UsageError(explain(what, value=text, fix="write it as 500steps, 30s, 5min or 2h"))
 
 
 def requested_hang_timeout() -> HangTimeout:

@@ -40,6 +40,15 @@ def parser() -> argparse.ArgumentParser:
     add_server_arguments(ours)
     ours.add_argument("--timeline", metavar="FILE", help="Write what every rank did, as a Chrome trace for Perfetto.")
     ours.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="Save checkpoints into DIR, and go on from the newest one there; the script loops over gz.epochs(n).",
+    )
+    ours.add_argument(
+        "--every", metavar="WHEN", help="How often a checkpoint is saved: 500steps, 30s, 5min, 2h (default: 5min)."
+    )
+    ours.add_argument("--keep", type=int, metavar="K", help="How many checkpoints stay in DIR (default: 3).")
+    ours.add_argument(
         "--hang-timeout",
         "--hang_timeout",
         metavar="S",

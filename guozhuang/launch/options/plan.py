@@ -16,7 +16,13 @@ from guozhuang.launch.options.torchrun import RENDEZVOUS_DEFAULTS
 from guozhuang.net import interfaces
 from guozhuang.world import machine
 from guozhuang.world.identity import LaunchedNode
-from guozhuang.world.requests import hang_timeout, requested_secret
+from guozhuang.world.requests import (
+    CHECKPOINT_EVERY,
+    CHECKPOINT_KEEP,
+    checkpoint_interval,
+    hang_timeout,
+    requested_secret,
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
             what = "the timeline cannot be written: its folder does not exist, or the name is a folder"
             raise UsageError(explain(what, value=found.timeline, fix="give --timeline the path of a file"))
         variables["GUOZHUANG_TIMELINE"] = timeline
+    variables |= _checkpoint(found)
     if found.hang_timeout is not None:
         seconds = hang_timeout(found.hang_timeout)
         variables["GUOZHUANG_HANG_TIMEOUT"] = seconds if seconds == "off" else f"{seconds:g}"
@@ -183,6 +190,27 @@ def _interface(found: argparse.Namespace, environ: Mapping[str, str], node: Laun
     if asked is None and host in ("localhost", "127.0.0.1", "::1"):
         return {}
     return interfaces.variables_towards(host, environ, asked)
+
+
+def _checkpoint(found: argparse.Namespace) -> dict[str, str]:
+    """Check the options of checkpoints, and return the variables that tell the ranks of them."""
+    if found.checkpoint is None:
+        given = [option for option, value in (("--every", found.every), ("--keep", found.keep)) if value is not None]
+        if given:
+            what = f"{given[0]} is about checkpoints, and none are asked for"
+            raise UsageError(explain(what, fix="give --checkpoint DIR too"))
+        return {}
+    if found.keep is not None and found.keep < 1:
+        raise UsageError(
+            explain("--keep is a count of checkpoints, at least 1", value=found.keep, fix="give 1 or more")
+        )
+    every = found.every or CHECKPOINT_EVERY
+    checkpoint_interval(every)
+    return {
+        "GUOZHUANG_CHECKPOINT": os.path.abspath(found.checkpoint),
+        "GUOZHUANG_CHECKPOINT_EVERY": every,
+        "GUOZHUANG_CHECKPOINT_KEEP": str(found.keep or CHECKPOINT_KEEP),
+    }
 
 
 def _log_folder(found: argparse.Namespace) -> str | None:

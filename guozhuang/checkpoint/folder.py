@@ -1,0 +1,207 @@
+"""A folder of checkpoints: which are whole, how a new one gets its name, and which older ones are deleted.
+
+[Note: whole or not at all] A checkpoint is written into ``step-N.partial``. All its files are flushed to the disk, then the
+manifest with their hashes, then the folder; all is read back and compared; then the folder is renamed to ``step-N``, and the
+folder around it is flushed. A rename is atomic, so whatever ends the process, or the machine, a folder named ``step-N`` holds
+all of its files. The newest checkpoint is what a listing finds: there is no file that says so and could be wrong. An older
+one is deleted only after a newer one has been read back, and gets the ending ``.partial`` before its files go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from guozhuang.checkpoint.files import Facts, broken, read_json, read_tensors, sync_folder, write_json
+from guozhuang.errors import CheckpointError, UsageError, explain
+
+FORMAT = "guozhuang checkpoint 1"
+MANIFEST = "manifest.json"
+_MAX_MANIFEST_BYTES = 1 << 30
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_FILE = re.compile(r"(shared|rank-[0-9]{1,9})\.(json|safetensors)")
+
+
+class CheckpointFolder:
+    """The checkpoints in one folder.
+
+    Args:
+        path: the folder; it need not exist before a checkpoint is saved.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(path))
+
+    def steps(self) -> list[int]:
+        """Return the steps of which there is a checkpoint, the newest first; whether they are whole is not known yet.
+
+        Raises:
+            UsageError: the path is no folder, or may not be read.
+        """
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            what = f"the folder of checkpoints cannot be read: {error.strerror}"
+            raise UsageError(explain(what, value=str(self.path), fix="give another folder")) from error
+        return sorted((int(m[1]) for name in names if (m := _STEP.fullmatch(name))), reverse=True)
+
+    def of(self, step: int) -> Path:
+        """Return the path of a whole checkpoint."""
+        return self.path / f"step-{step}"
+
+    def partial(self, step: int) -> Path:
+        """Return the path of a checkpoint that is being written or deleted."""
+        return self.path / f"step-{step}.partial"
+
+    def begin(self, step: int) -> Path:
+        """Make the folder into which a checkpoint is written.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = self.partial(step)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(mode=0o700)
+        return partial
+
+    def finish(self, step: int, files: Mapping[str, Facts], about: Mapping[str, Any]) -> None:
+        """Make a written checkpoint whole. See [Note: whole or not at all].
+
+        Args:
+            step: the step.
+            files: the facts about each file in the partial folder.
+            about: further entries of the manifest.
+
+        Raises:
+            OSError: the disk failed.
+            CheckpointError: what was read back is not what was written.
+        """
+        partial, target = self.partial(step), self.of(step)
+        saved_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        body = {"format": FORMAT, "step": step, "saved_at": saved_at, **about, "files": dict(files)}
+        write_json(partial / MANIFEST, {**body, "sha256": _own_hash(body)})
+        sync_folder(partial)
+        verify(partial, step, afresh=True)
+        if os.path.lexists(target):  # it was refused when the run was resumed, or the same step is saved again
+            self._discard(target)
+        os.rename(partial, target)
+        sync_folder(self.path)
+
+    def give_up(self, step: int) -> None:
+        """Remove what was written of a checkpoint that did not become whole."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def prune(self, keep: int) -> None:
+        """Delete all but the newest ``keep`` checkpoints. Called after a newer one was read back."""
+        for step in self.steps()[keep:]:
+            self._discard(self.of(step))
+
+    def clean(self) -> None:
+        """Remove the partial folders that an earlier run left."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.path):
+                if re.fullmatch(rf"{_STEP.pattern}(\.old)?\.partial", name):
+                    shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def _discard(self, checkpoint: Path) -> None:
+        leaving = checkpoint.with_name(f"{checkpoint.name}.old.partial")
+        shutil.rmtree(leaving, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rename(checkpoint, leaving)
+            sync_folder(self.path)
+            shutil.rmtree(leaving, ignore_errors=True)
+
+
+def manifest_of(checkpoint: Path, step: int | None = None) -> dict[str, Any]:
+    """Read the manifest of a checkpoint.
+
+    Args:
+        checkpoint: its folder.
+        step: the step that it must be of; None: the one that the folder's name says.
+
+    Raises:
+        CheckpointError: there is none, or it is not as it was written.
+    """
+    if step is None:
+        match = _STEP.fullmatch(checkpoint.name)
+        if match is None:
+            raise CheckpointError(explain("this is no folder of a checkpoint, step-N", value=str(checkpoint)))
+        step = int(match[1])
+    if checkpoint.is_symlink() or not checkpoint.is_dir():
+        raise broken(checkpoint, "it is no folder")
+    path = checkpoint / MANIFEST
+    if path.is_symlink() or not path.is_file():
+        raise broken(checkpoint, f"it has no {MANIFEST}")
+    if path.stat().st_size > _MAX_MANIFEST_BYTES:
+        raise broken(checkpoint, f"{MANIFEST} is too large")
+    try:
+        body = json.loads(path.read_bytes())
+        own = body.pop("sha256")
+        files = body["files"]
+        names_are_plain = all(_FILE.fullmatch(name) for name in files)
+        if own != _own_hash(body):
+            raise broken(checkpoint, f"{MANIFEST} does not have the contents that were written")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise broken(checkpoint, f"{MANIFEST} cannot be read: {error}") from error
+    if body["format"] != FORMAT:
+        raise broken(checkpoint, f"its format is {body['format']!r}, and this version reads {FORMAT!r}")
+    if body["step"] != step:
+        raise broken(checkpoint, f"its name says step {step}, its manifest step {body['step']}")
+    if not names_are_plain:
+        raise broken(checkpoint, f"{MANIFEST} names files that no checkpoint has")
+    return dict(body)
+
+
+def read_part(
+    checkpoint: Path, manifest: Mapping[str, Any], part: str, *, afresh: bool = False
+) -> tuple[Any, dict[str, Tensor]]:
+    """Read and verify a part of a checkpoint, "shared" or "rank-3"; return its JSON and its tensors.
+
+    Raises:
+        CheckpointError: a file is missing or not as it was written.
+    """
+    files = manifest["files"]
+    missing = [name for name in (f"{part}.json", f"{part}.safetensors") if name not in files]
+    if missing:
+        raise broken(checkpoint, f"its manifest does not list {' and '.join(missing)}")
+    tree = read_json(checkpoint, f"{part}.json", files[f"{part}.json"], afresh=afresh)
+    return tree, read_tensors(checkpoint, f"{part}.safetensors", files[f"{part}.safetensors"], afresh=afresh)
+
+
+def parts_of(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the names of the parts of a checkpoint."""
+    return sorted({name.partition(".")[0] for name in manifest["files"]})
+
+
+def verify(checkpoint: Path, step: int | None = None, *, afresh: bool = False) -> dict[str, Any]:
+    """Read all of a checkpoint, compare it with its hashes, and return its manifest.
+
+    Args:
+        checkpoint: its folder.
+        step: the step that it must be of; None: the one that the folder's name says.
+        afresh: read from the disk, and not from the memory of the operating system.
+
+    Raises:
+        CheckpointError: a file is missing or not as it was written; the text names it.
+    """
+    manifest = manifest_of(checkpoint, step)
+    for part in parts_of(manifest):
+        read_part(checkpoint, manifest, part, afresh=afresh)
+    return manifest
+
+
+def _own_hash(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,394 @@
+"""The functions that scripts call: ``save``, ``restore``, ``epochs``, ``keep``, and saves that the command line asks for."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from guozhuang.checkpoint.files import broken
+from guozhuang.checkpoint.folder import CheckpointFolder, manifest_of, parts_of, read_part
+from guozhuang.checkpoint.saver import Board, Saver
+from guozhuang.checkpoint.schedule import SaveTimes
+from guozhuang.checkpoint.state import Flat, TrainingState, Values, place
+from guozhuang.errors import CheckpointError, UsageError, explain
+from guozhuang.groups.subgroups import timeout_s
+from guozhuang.registry import registry
+from guozhuang.world import before_leaving, requested_checkpoint
+from guozhuang.world.versions import default_store
+
+_log = logging.getLogger("guozhuang")
+# How long a process that ends because of an error waits for the save in progress.
+_LAST_S = 2.0
+
+
+@dataclass
+class _Saving:
+    """What this process has saved and restored.
+
+    Attributes:
+        state: what is saved.
+        savers: by their folders.
+        schedule: when to save without being asked; None before :func:`begin`, or if it was not requested.
+        folder: where the schedule saves.
+        has_begun: whether the requested checkpoint was looked for.
+        is_restored: whether a checkpoint was restored, or looked for in vain.
+        num_loops: how many loops of :func:`epochs` have begun.
+        lock: a descriptor that holds the folder's lock.
+        watched: models whose forwards begin a step where no ``gz.loader`` does.
+    """
+
+    state: TrainingState = field(default_factory=TrainingState)
+    savers: dict[Path, Saver] = field(default_factory=dict)
+    schedule: SaveTimes | None = None
+    folder: Path | None = None
+    has_begun: bool = False
+    is_restored: bool = False
+    num_loops: int = 0
+    lock: int | None = None
+    watched: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+
+_session = _Saving()
+
+
+def keep(**values: Any) -> Values:
+    """Name what else changes while the script trains, so that checkpoints hold it. Call it before ``epochs`` or ``restore``.
+
+    Args:
+        **values: objects with ``state_dict`` and ``load_state_dict`` (schedulers, scalers, averages; in a script that wraps its
+            model itself also the model and the optimizer), which are restored in place; or numbers, texts, None, tensors, and
+            lists and dicts of these.
+
+    Returns:
+        The values as attributes, all that were ever given: ``kept = gz.keep(best=0.0)``, then ``kept.best = accuracy``. Set the
+        attribute to change a value; after a resume it is what it was.
+
+    Raises:
+        UsageError: a value is of a type that a checkpoint cannot hold.
+    """
+    begin_session()
+    for name, value in values.items():
+        if not callable(getattr(value, "load_state_dict", None)):
+            Flat.of(value, name)  # raises now, and not at the first save
+        if isinstance(value, torch.optim.Optimizer):
+            value.register_step_post_hook(registry.stepped)
+        setattr(_session.state.values, name, value)
+    return _session.state.values
+
+
+def epochs(num_epochs: int) -> Iterator[int]:
+    """Iterate over the numbers of epochs, from 0 or where a restored checkpoint stopped. Every rank must call it.
+
+    Under ``guozhuang run --checkpoint DIR`` the first loop restores the newest whole checkpoint of DIR before its first epoch,
+    so everything must have been prepared and kept by then. Checkpoints are saved between steps as asked, and after the last
+    epoch. An epoch that was interrupted comes again; ``gz.loader`` gives its remaining batches.
+
+    Args:
+        num_epochs: how many epochs the whole training has.
+
+    Raises:
+        CheckpointError: DIR holds checkpoints, and none of them is whole.
+        UsageError: the checkpoint does not fit the model, the optimizer or the dataset.
+    """
+    begin()
+    state, loop = _session.state, _session.num_loops
+    _session.num_loops += 1
+    state.epochs += [0] * (loop + 1 - len(state.epochs))
+    last_saved = state.step
+    for epoch in range(state.epochs[loop], num_epochs):
+        state.epochs[loop] = epoch
+        yield epoch
+        state.epochs[loop] = epoch + 1
+        registry.pause()
+    if _session.folder is not None and state.step > last_saved:
+        save(_session.folder)
+
+
+def save(folder: str | os.PathLike[str], *, wait: bool = True) -> None:
+    """Save a checkpoint ``folder/step-N`` of everything that was registered. Every rank must call it, after the same step.
+
+    Call it between two steps: when the optimizer, the schedulers and averages have stepped, and gradients were set to None.
+    Under an exchange of weights (``diloco``, ``local-sgd``, ``decentralized``) the ranks' weights are made equal first.
+
+    Args:
+        folder: where checkpoints are; the same on all ranks, seen by all nodes.
+        wait: return when the checkpoint is on the disk and was read back. False: return when the state has been copied; if a
+            save into this folder is still being written, wait for that one first.
+
+    Raises:
+        CheckpointError: it could not be saved (only with ``wait``; otherwise the log says so).
+        MismatchError: replicas differ between ranks; the text names ranks and parameters.
+        UsageError: nothing is registered, or a value cannot be saved.
+    """
+    begin_session()
+    saver = _saver(Path(os.path.abspath(folder)))
+    saver.wait()
+    saver.outcome()
+    state = _session.state
+    if registry.has_stepped:  # the step of this batch is complete, and its pause is still to come
+        state.step += 1
+        try:
+            _start(saver)
+        finally:
+            state.step -= 1
+    else:
+        _start(saver)
+    if wait:
+        saver.wait()
+        if failure := saver.outcome():
+            raise CheckpointError(explain(f"the checkpoint could not be saved: {failure}", value=str(folder)))
+
+
+def restore(folder: str | os.PathLike[str]) -> int | None:
+    """Restore the newest whole checkpoint of a folder. Every rank must call it, after ``prepare``, ``loader`` and ``keep``.
+
+    Everything is read and compared with its hashes before anything is changed. A checkpoint that is not whole is left out,
+    with a line in the log, and the next older one is taken. The number of ranks and the strategy may be others than in the
+    saved run.
+
+    Args:
+        folder: of the checkpoints, or of one of them (``.../step-500``); all nodes must see it.
+
+    Returns:
+        The number of steps that were made; None if the folder holds no checkpoint.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is whole.
+        UsageError: the checkpoint does not fit the model, the optimizer or the dataset; nothing was changed.
+    """
+    begin_session()
+    path = Path(os.path.abspath(folder))
+    found = CheckpointFolder(path)
+    rank, _ = place()
+    if path.name.startswith("step-") and path.name[5:].isdecimal():
+        found, steps = CheckpointFolder(path.parent), [int(path.name[5:])]
+    else:
+        steps = _steps_of_first(found)
+    _session.is_restored = True
+    reasons = []
+    for step in steps:
+        checkpoint = found.of(step)
+        parts, failure = _read(checkpoint)
+        failures = [text for text in _of_all(failure) if text]
+        if failures:
+            reasons.append(failures[0])
+            if rank == 0:
+                _log.warning("%s It is left out.", failures[0])
+            continue
+        assert parts is not None
+        _apply(checkpoint, *parts)
+        return step
+    if reasons:
+        what = f"none of the {len(reasons)} checkpoints in {found.path} is whole: {reasons[0]}"
+        raise CheckpointError(explain(what, fix="move the folder away to begin anew, or copy a whole checkpoint back"))
+    return None
+
+
+def _steps_of_first(folder: CheckpointFolder) -> list[int]:
+    """Return the steps that rank 0 finds in a folder. Every rank must call it."""
+    found: list[int] | str = []
+    if place()[0] == 0:
+        try:
+            found = folder.steps()
+        except UsageError as error:
+            found = str(error)
+    theirs = _of_all(found)[0]
+    if isinstance(theirs, str):
+        raise UsageError(theirs)
+    return list(theirs)
+
+
+def _read(checkpoint: Path) -> tuple[tuple[Any, Any, dict[str, Any]] | None, str]:
+    """Read and verify what this rank restores, and on rank 0 all of the checkpoint; return it, and why it is not whole."""
+    rank, _ = place()
+    try:
+        manifest = manifest_of(checkpoint)
+        num_saved = int(manifest["ranks"])
+        own_name = f"rank-{rank % num_saved}"
+        read = {name: read_part(checkpoint, manifest, name) for name in dict.fromkeys(("shared", "rank-0", own_name))}
+        for name in parts_of(manifest) if rank == 0 else ():
+            if name not in read:
+                read_part(checkpoint, manifest, name)
+        (_, first_tensors), (own, own_tensors) = read["rank-0"], read[own_name]
+        tensors = own_tensors | {key: first_tensors[theirs] for key, theirs in own["as_rank_0"].items()}
+        shared = Flat(read["shared"][0]["tree"], read["shared"][1]).state
+        return (shared, Flat(own["tree"], tensors).state, manifest), ""
+    except CheckpointError as error:
+        return None, str(error)
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        return None, str(broken(checkpoint, f"its contents are not those of a checkpoint: {error!r}"))
+
+
+def _apply(checkpoint: Path, shared: Any, own: Any, manifest: dict[str, Any]) -> None:
+    """Restore a whole checkpoint on all ranks, or on none."""
+    state, (rank, _) = _session.state, place()
+    failure = ""
+    try:
+        state.check(shared, own)
+    except UsageError as error:
+        failure = str(error)
+    failures = _of_all(failure)
+    if any(failures):
+        which = next(i for i, text in enumerate(failures) if text)
+        raise UsageError(f"{checkpoint}: {failures[which]}" + ("" if failure else f" (on rank {which})"))
+    notes = state.restore(shared, own, manifest)
+    _of_all("")  # under ``sharded`` ranks share memory: none goes on before all have written
+    if rank == 0:
+        _log.warning("goes on from %s, saved %s", checkpoint, manifest["saved_at"])
+        for note in notes:
+            _log.warning("%s: %s", checkpoint.name, note)
+
+
+# ---- saves that `guozhuang run --checkpoint` asks for ---------------------------------------------------------------------
+
+
+def begin() -> None:
+    """Restore the checkpoint that ``guozhuang run --checkpoint`` names, once, and save to it from now on. Collective."""
+    begin_session()
+    asked = requested_checkpoint()
+    if _session.has_begun:
+        return
+    _session.has_begun = True
+    if asked is None:
+        return
+    _session.folder = Path(asked.folder)
+    failure = ""
+    if place()[0] == 0:
+        try:
+            _lock_folder(_session.folder)
+        except UsageError as error:
+            failure = str(error)
+    if failure := _of_all(failure)[0]:
+        raise UsageError(failure)
+    if not _session.is_restored:
+        restore(_session.folder)
+    _session.schedule = SaveTimes(asked.every_steps, asked.every_s, _saver(_session.folder).board, _limit_s())
+
+
+def begin_session() -> None:
+    """Let this module count the steps of what was prepared, and wait for saves when the process ends."""
+    if registry.on_pause is None:
+        registry.on_pause = _on_pause
+        before_leaving(_leave)
+        atexit.unregister(_leave)
+        atexit.register(_leave)  # for scripts that make the process group themselves
+    _watch()
+
+
+def _on_pause() -> None:
+    state = _session.state
+    state.step += 1
+    for saver in _session.savers.values():
+        saver.outcome()
+    if requested_checkpoint() is not None and not _session.has_begun:
+        what = "a checkpoint was asked for, and the script began to train without looking for the last one"
+        fix = "write `for epoch in gz.epochs(n)` in place of `range(n)`, after everything was prepared"
+        raise UsageError(explain(what, value="--checkpoint", fix=fix))
+    if _session.schedule is not None and _session.folder is not None and _session.schedule.is_due(state.step):
+        saver, (rank, _) = _saver(_session.folder), place()
+        board = saver.board
+        if rank == 0:
+            board.post(f"{state.step}/go", not saver.is_busy)
+        if board.read(f"{state.step}/go", _limit_s(), "rank 0"):
+            saver.wait()
+            _session.schedule.saved()
+            _start(saver)
+            return
+        _session.state.settle()
+        if rank == 0:
+            what = "no checkpoint of step %d was saved: the one before is still being written, so the disk is too slow for %s"
+            _log.warning(what, state.step, _session.schedule)
+
+
+def _start(saver: Saver) -> None:
+    shared, own, replicated = _session.state.capture()
+    saver.start(shared.tree["step"], shared, own, replicated, _session.state.about())
+
+
+def _saver(path: Path) -> Saver:
+    """Return the saver of a folder. Every rank must call it."""
+    if path not in _session.savers:
+        rank, size = place()
+        store = None
+        if size > 1:
+            # The ranks count their savers in the store: the n-th of all ranks belong together.
+            turn = default_store().add(f"guozhuang/checkpoint/turns/{rank}", 1)
+            store = dist.PrefixStore(f"guozhuang/checkpoint/{turn}", default_store())
+        asked = requested_checkpoint()
+        keeps = asked.keep if asked is not None and Path(asked.folder) == path else None
+        _session.savers[path] = Saver(CheckpointFolder(path), Board(store, rank, size), keeps)
+    return _session.savers[path]
+
+
+def _watch() -> None:
+    """Let forwards of the models begin a step in a script whose batches come from another loader than ``gz.loader``."""
+    kept = [value for value in vars(_session.state.values).values() if isinstance(value, torch.nn.Module)]
+    for model in [*(each.model for each in registry.trained), *kept]:
+        if model not in _session.watched:
+            _session.watched.add(model)
+            model.register_forward_pre_hook(_on_forward)
+
+
+def _on_forward(model: torch.nn.Module, inputs: Any) -> None:
+    if not registry.loaders and model.training and torch.is_grad_enabled():
+        registry.pause()
+
+
+def _limit_s() -> float:
+    return timeout_s(dist.group.WORLD) if dist.group.WORLD is not None else 0.0
+
+
+def _of_all(value: Any) -> list[Any]:
+    """Return every rank's value, in the order of ranks. Every rank must call it."""
+    _, size = place()
+    found: list[Any] = [value] * size
+    if size > 1:
+        dist.all_gather_object(found, value)
+    return found
+
+
+def _lock_folder(path: Path) -> None:
+    """Keep other runs on this machine from writing into the same folder as long as this process lives. On rank 0.
+
+    Raises:
+        UsageError: another run writes into it, or it cannot be made.
+    """
+    fix = "give --checkpoint another folder, or end the other run"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        what = f"the folder for checkpoints cannot be written to: {error.strerror}"
+        raise UsageError(explain(what, value=str(path), fix="give --checkpoint another folder")) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UsageError(explain("another run saves checkpoints into this folder", value=str(path), fix=fix)) from error
+    except OSError:  # a file system without locks
+        os.close(descriptor)
+        return
+    _session.lock = descriptor
+
+
+def _leave() -> None:
+    """Wait for saves in progress, and forget everything; called when the world is left."""
+    for saver in _session.savers.values():
+        with contextlib.suppress(Exception):
+            saver.wait(_LAST_S if getattr(sys, "last_value", None) is not None else None)
+    if _session.lock is not None:
+        os.close(_session.lock)
+    registry.clear()
+    vars(_session).update(vars(_Saving()))

@@ -1,0 +1,94 @@
+"""When to save: after a number of steps, or of seconds; decided so that all ranks save after the same step.
+
+[Note: all ranks save after the same step] A save by number of steps needs no message: ranks count alike. A save by time does,
+because clocks differ, and a collective or an answer per step would cost too much. So rank 0 decides ahead. Certain steps are
+*checks*; at each check rank 0 posts whether all shall save at the next check, and which step the check after that one is. When
+the other ranks come to the next check this was posted a second ago, so reading it takes a fraction of a millisecond. Rank 0
+chooses checks about a second apart by the duration of its steps, and at most 64 steps, so that a sudden slowness delays
+a save by no more than that. A rank that is ahead of rank 0 (under asynchronous methods) waits at a check.
+At a save rank 0 posts whether it takes place: it does not while the one before is still being written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from guozhuang.checkpoint.saver import Board
+from guozhuang.units import duration
+
+_CHECK_EVERY_S = 1.0
+_MAX_CHECK_STEPS = 64
+
+
+class SaveTimes:
+    """Tells after which steps all ranks save. Every rank must construct it, and call ``is_due`` once after each step.
+
+    Args:
+        steps: save when so many steps have been made; None to go by time.
+        seconds: save when so many seconds have passed since the last save; read on rank 0 only.
+        board: how ranks agree.
+        limit_s: the longest wait for rank 0's decision.
+        clock: gives seconds; tests replace it.
+    """
+
+    def __init__(
+        self,
+        steps: int | None,
+        seconds: float | None,
+        board: Board,
+        limit_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert (steps is None) != (seconds is None)
+        self._steps, self._seconds, self._board, self._limit_s, self._clock = steps, seconds, board, limit_s, clock
+        self._check: int | None = None  # the next check; None before the first step
+        self._posted = {"save": False, "next": 0}  # what rank 0 posted for the next check
+        self._last_s = self._looked_s = clock()  # when the last save was, and the last check
+        self._looked_at = 0  # the step of the last check
+        self._names: list[list[str]] = [[], []]  # what was posted before the last save but one, and since
+
+    def is_due(self, step: int) -> bool:
+        """Return whether all ranks save after this step.
+
+        Raises:
+            CheckpointError: rank 0's decision did not come in time.
+        """
+        if self._seconds is None:
+            assert self._steps is not None
+            return step % self._steps == 0
+        if self._check is not None and step < self._check:
+            return False
+        if self._check is None:  # the first step is a check of which all ranks know without a message
+            self._posted = told = {"save": False, "next": step + 1}
+            self._looked_at, self._looked_s = step - 1, self._clock()
+        elif self._board.rank == 0:
+            told = self._posted
+        else:
+            told = self._board.read(f"check/{step}", self._limit_s, "rank 0")
+        self._check = told["next"]
+        if self._board.rank == 0:
+            self._decide(step, told["next"], self._seconds)
+        return bool(told["save"])
+
+    def saved(self) -> None:
+        """Record that all ranks save now; what was posted before the last save but one was read by all of them."""
+        self._board.forget(*self._names[0])
+        self._names = [self._names[1], []]
+
+    def _decide(self, step: int, check: int, seconds: float) -> None:
+        """On rank 0, at the check after ``step``: decide whether to save at the next check, and which one follows it."""
+        now = self._clock()
+        per_step_s = (now - self._looked_s) / (step - self._looked_at)
+        self._looked_at, self._looked_s = step, now
+        ahead = max(1, min(_MAX_CHECK_STEPS, round(_CHECK_EVERY_S / per_step_s))) if per_step_s > 0 else 1
+        expected_s = now + (check - step) * per_step_s
+        saves = expected_s - self._last_s >= seconds
+        if saves:
+            self._last_s = expected_s
+        self._posted = {"save": saves, "next": check + ahead}
+        self._board.post(f"check/{check}", self._posted)
+        self._names[1].append(f"check/{check}")
+
+    def __str__(self) -> str:
+        return f"every {self._steps} steps" if self._seconds is None else f"every {duration(self._seconds)}"

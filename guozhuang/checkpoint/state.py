@@ -1,0 +1,332 @@
+"""``TrainingState``: everything that a training needs to go on exactly, as one object with a state.
+
+[Note: what a resumed run needs] A run that goes on from a checkpoint makes the same bits as one that was not interrupted if it
+has: weights and all buffers, also those that ``state_dict`` leaves out; the optimizer's state and groups; the exchange's
+state, its step and its layout of buckets, which decides the order of sums; schedulers, scalers and averages (``gz.keep``);
+the position of each loader, counted in batches that were trained on; the epoch; the generators of torch, of the accelerator, of
+``random`` and of numpy, of each rank; and the same versions, kernels and numbers of threads, which are recorded and compared.
+What is a rank's own is saved under the rank's name; of ranks that are more than were saved, rank r takes what rank r modulo n
+had, but for the generators, which stay as the script seeded them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from guozhuang.checkpoint import trained as of_trained
+from guozhuang.checkpoint.tree import flatten, unflatten
+from guozhuang.errors import UsageError, explain
+from guozhuang.registry import Registry, Stateful, registry
+
+_log = logging.getLogger("guozhuang")
+
+
+def place() -> tuple[int, int]:
+    """Return this rank and the number of ranks; (0, 1) without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+@dataclass
+class Flat:
+    """A part of a checkpoint: what all ranks share, or what is one rank's own.
+
+    Attributes:
+        tree: the state as JSON, in which keys stand for tensors.
+        tensors: the tensors by their keys.
+    """
+
+    tree: Any
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, state: Any, path: str) -> Flat:
+        """Flatten a state; its tensors are not copied."""
+        tensors: dict[str, Tensor] = {}
+        return cls(flatten(state, path, tensors), tensors)
+
+    @property
+    def state(self) -> Any:
+        """The state that was flattened."""
+        return unflatten(self.tree, self.tensors)
+
+
+class Values:
+    """Values of a script that change while it trains, as attributes; :func:`guozhuang.keep` makes the only one.
+
+    An attribute is a number, a text, None, a list or dict of these, or a tensor; or an object with ``state_dict`` and
+    ``load_state_dict``, which is restored in place.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise an error that says how a value is made."""
+        raise AttributeError(explain("no such value is kept", value=name, fix=f"pass it first: gz.keep({name}=...)"))
+
+
+def is_stateful(value: object) -> bool:
+    """Tell whether an object has ``state_dict`` and ``load_state_dict``."""
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(callable(method) for method in methods) and not isinstance(value, type)
+
+
+class TrainingState(Stateful):
+    """The state of the whole training, which ``gz.prepare``, ``gz.loader``, ``gz.keep`` and ``gz.epochs`` have registered.
+
+    ``state_dict`` and ``load_state_dict`` make it usable by ``torch.distributed.checkpoint``. Every rank must call them. The
+    weights are tensors there; all else is bytes, of which each rank has its own under its own name.
+
+    Args:
+        of: where the objects are registered.
+
+    Attributes:
+        step: the number of steps that were made; see [Note: between two steps] in registry.py.
+        values: what ``gz.keep`` was given.
+        epochs: for each loop of ``gz.epochs``, in the order of their beginnings, how many epochs are complete.
+    """
+
+    def __init__(self, of: Registry = registry) -> None:
+        self.registry = of
+        self.step = 0
+        self.values = Values()
+        self.epochs: list[int] = []
+        self._later: list[Any] = []  # states of loaders that the script has not made yet
+
+    # ---- taking it ---------------------------------------------------------------------------------------------------------
+
+    def capture(self, everywhere: bool = False) -> tuple[Flat, Flat, bool]:
+        """Return what all ranks share and what is this rank's own, without copies. Every rank must call it between two steps.
+
+        Args:
+            everywhere: return the whole shared part on every rank, also if ranks hold parts of it.
+
+        Returns:
+            The shared part; this rank's part; and whether each rank holds replicas of the shared tensors. If not, the shared
+            part is complete on rank 0 only, unless it was wanted everywhere.
+
+        Raises:
+            UsageError: nothing is registered, or a value is of a type that cannot be saved.
+        """
+        self._check()
+        rank, _ = place()
+        with torch.no_grad():
+            found = [of_trained.capture(each, everywhere or rank == 0) for each in self.registry.trained]
+            shared = {
+                "step": self.step,
+                "epochs": self.epochs,
+                "loaders": [loader.state_dict() for loader in self.registry.loaders],
+                "trained": [each[0] for each in found],
+            }
+            own = {
+                "trained": [each[1] for each in found],
+                "kept": {name: _state_of(value) for name, value in vars(self.values).items()},
+                "generators": _generators(),
+            }
+        return Flat.of(shared, "shared"), Flat.of(own, f"rank-{rank}"), all(each[2] for each in found)
+
+    def settle(self) -> None:
+        """Do what taking the state does to the training: make weights equal that are exchanged now and then. Collective.
+
+        It is called where a save is due and left out because of a slow disk, so that the disk does not change the training.
+        """
+        for each in self.registry.trained:
+            of_trained.settle(each)
+
+    def about(self) -> dict[str, Any]:
+        """Return what the manifest of a checkpoint says about the run, and what decides which kernels compute."""
+        return {
+            "ranks": place()[1],
+            "strategies": [each.strategy for each in self.registry.trained],
+            "machine": _machine(),
+        }
+
+    def _check(self) -> None:
+        if not self.registry.trained and not vars(self.values):
+            what = "there is nothing to save: no model was prepared by gz.prepare, and gz.keep was given nothing"
+            fix = "where the script wraps its model itself, call gz.keep(model=model, optimizer=optimizer) first"
+            raise UsageError(explain(what, fix=fix))
+
+    # ---- restoring it ------------------------------------------------------------------------------------------------------
+
+    def check(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Raise unless a saved state fits what is registered; change nothing.
+
+        Raises:
+            UsageError: another model, optimizer or dataset was saved; the text says what differs.
+        """
+        self._check()
+        mine = self.registry.trained
+        if len(mine) != len(shared["trained"]):
+            what = f"the checkpoint holds {len(shared['trained'])} prepared models, and gz.prepare was called {len(mine)} times"
+            raise UsageError(explain(what, fix="call gz.prepare as in the saved run, before gz.epochs or gz.restore"))
+        for each, theirs, its_own in zip(mine, shared["trained"], own["trained"], strict=True):
+            of_trained.check(each, theirs, its_own)
+        for name, value in vars(self.values).items():
+            if name in own["kept"] and is_stateful(value) != own["kept"][name]["stateful"]:
+                what = f"gz.keep({name}=...) was given another kind of value than when the checkpoint was saved"
+                raise UsageError(explain(what, value=type(value).__name__, fix="keep the same objects"))
+
+    def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
+        """Set everything that is registered to a state that :meth:`check` has accepted. Every rank must call it.
+
+        Args:
+            shared: what all ranks share.
+            own: what was saved on this rank, or on the one that takes its place.
+            about: what :meth:`about` returned in the saved run.
+
+        Returns:
+            What could not be restored, and what differs from the saved run so that bits may differ: sentences for the log.
+        """
+        rank, size = place()
+        notes = []
+        mine = self.about()
+        for i, each in enumerate(self.registry.trained):
+            same = (mine["ranks"], each.strategy) == (about["ranks"], about["strategies"][i])
+            if left_out := of_trained.restore(each, shared["trained"][i], own["trained"][i], same):
+                notes.append(f"{left_out} was left out, because it belongs to {about['ranks']} ranks")
+        for name, value in list(vars(self.values).items()):
+            if name not in own["kept"]:
+                notes.append(f"{name} of gz.keep is not in the checkpoint and stays as it is")
+            elif is_stateful(value):
+                value.load_state_dict(_copied(own["kept"][name]["state"]))
+            else:
+                setattr(self.values, name, _copied(own["kept"][name]["state"]))
+        forgotten = sorted(own["kept"].keys() - vars(self.values).keys())
+        if forgotten:
+            notes.append(f"the checkpoint holds {', '.join(forgotten)} too, which gz.keep was not given")
+        self.step, self.epochs = shared["step"], list(shared["epochs"])
+        self._load_loaders(shared["loaders"])
+        self.registry.has_stepped = False
+        differ = [f"{key} ({theirs} then, {mine['machine'].get(key)} now)" for key, theirs in about["machine"].items()
+                  if mine["machine"].get(key) != theirs]  # fmt: skip
+        if differ:
+            notes.append(f"bits may differ from the saved run's, because these differ: {', '.join(differ)}")
+        if rank < about["ranks"]:
+            _set_generators(own["generators"])  # last: nothing after it draws
+        if size != about["ranks"]:
+            notes.append(
+                f"it was saved by {about['ranks']} ranks and goes on with {size}: sums have another order of terms"
+            )
+        return notes
+
+    def _load_loaders(self, states: list[Any]) -> None:
+        loaders = self.registry.loaders
+        for loader, state in zip(loaders, states, strict=False):
+            loader.load_state_dict(state)
+        self._later = states[len(loaders) :]
+        self.registry.on_loader = self._on_loader if self._later else None
+
+    def _on_loader(self, loader: Any) -> None:
+        """Restore a loader that is made after its state was read, by a script that makes a new loader in each epoch."""
+        if self._later:
+            loader.load_state_dict(self._later.pop(0))
+
+    # ---- the interface of torch.distributed.checkpoint ---------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, in the form that ``torch.distributed.checkpoint`` saves. Every rank must call it."""
+        from safetensors.torch import save
+
+        shared, own, _ = self.capture(everywhere=True)
+        rank, _ = place()
+        weights = {key: shared.tensors.pop(key) for key in list(shared.tensors) if "/parameters/" in key}
+        packed = {}
+        for name, part in (("shared", shared), (f"rank-{rank}", own)):
+            tensors = {key: tensor.cpu().contiguous().clone() for key, tensor in part.tensors.items()}
+            packed[name] = save(tensors, {"tree": json.dumps(part.tree)})
+        packed["about"] = json.dumps(self.about()).encode()
+        return {"weights": weights, **packed}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned on this rank. Every rank must call it, with the saved number of ranks.
+
+        Raises:
+            UsageError: another model, optimizer or dataset was saved, or this rank's own state is missing.
+        """
+        from safetensors.torch import load
+
+        rank, _ = place()
+        name = f"rank-{rank}"
+        if name not in state_dict:
+            what = "the state holds nothing of this rank: it was saved by fewer ranks"
+            raise UsageError(explain(what, rank=rank, fix="start as many ranks, or use gz.save and gz.restore"))
+        about = json.loads(state_dict["about"])
+        parts = []
+        for text, more in ((state_dict["shared"], state_dict["weights"]), (state_dict[name], {})):
+            tensors = load(text)  # checks the header
+            length = int.from_bytes(text[:8], "little")
+            tree = json.loads(json.loads(text[8 : 8 + length])["__metadata__"]["tree"])
+            parts.append(Flat(tree, {**tensors, **{k: v.clone() for k, v in more.items()}}).state)
+        self.check(*parts)
+        for note in self.restore(parts[0], parts[1], about):
+            _log.warning("%s", note)
+
+
+def _state_of(value: Any) -> dict[str, Any]:
+    if is_stateful(value):
+        return {"stateful": True, "state": value.state_dict()}
+    return {"stateful": False, "state": value}
+
+
+def _copied(value: Any) -> Any:
+    """Return a state whose tensors do not belong to a mapped file."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
+
+
+def _device() -> Any:
+    """Return the module of this process's accelerator, if it was used; None on the CPU."""
+    if not torch.accelerator.is_available():
+        return None
+    module: Any = getattr(torch, torch.accelerator.current_accelerator(check_available=True).type, None)  # type: ignore[union-attr]
+    return module if module is not None and getattr(module, "is_initialized", lambda: True)() else None
+
+
+def _generators() -> dict[str, Any]:
+    """Return the states of the process's generators of random numbers."""
+    found = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    device = _device()
+    return found if device is None else {**found, "device": device.get_rng_state()}
+
+
+def _set_generators(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"].clone())
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    device = _device()
+    if device is not None and "device" in states:
+        device.set_rng_state(states["device"].clone())
+
+
+def _machine() -> dict[str, Any]:
+    """Return what decides which kernels compute, and in which order they add."""
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "libraries": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32 products": torch.get_float32_matmul_precision(),
+    }
+    device = _device()
+    if device is not None:
+        found["device"] = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+        found["device name"] = getattr(device, "get_device_name", lambda: "")()
+    return found

@@ -1,0 +1,271 @@
+"""The state of a prepared model and its optimizer, by names that are the same under every strategy.
+
+[Note: replicated, divided or each rank's own] The parameters of most strategies are replicas: each rank holds all, with equal
+bits. Under ``sharded`` and its stages ranks hold parts, of which all ranks together make whole tensors. Under a weight exchange
+the ranks' weights differ between exchanges, so they are made equal first (``agree``), as before every evaluation, and the
+training goes on from there; their optimizers and the exchange's own state stay each rank's own. Under ``none`` everything is
+each rank's own. Buffers (running statistics) always are: ranks see different batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.registry import Trained
+from guozhuang.sharding.whole import is_divided, is_dtensor
+
+_MAX_NAMED = 5
+
+
+def capture(trained: Trained, is_first: bool) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """Return the state of a model and its optimizer. Every rank must call it.
+
+    Args:
+        trained: the model and the optimizer.
+        is_first: whether this is rank 0, which saves what is not a rank's own.
+
+    Returns:
+        What all ranks share, what is this rank's own (both without copies), and whether all ranks hold replicas of what they
+        share. If they hold parts, ranks other than the first return nothing for it. See [Note: replicated, divided or each
+        rank's own].
+    """
+    module, model, optimizer = trained.module, trained.model, trained.optimizer
+    settle(trained)
+    _drop_gathered(module)
+    shared: dict[str, Any] = {"strategy": trained.strategy, "class": type(module).__name__}
+    own: dict[str, Any] = {"buffers": dict(module.named_buffers()), "extra": _extra_states(module)}
+    left_alone: frozenset[str] = getattr(model, "ignored", frozenset())
+    parameters = {name: _whole(p) for name, p in module.named_parameters()}
+    state = _optimizer_state(module, optimizer)
+    own["exchange"] = _exchange_state(model, optimizer)
+    if trained.strategy == "none":
+        own["parameters"], own["optimizer"] = parameters, state
+        return shared, own, True
+    own["parameters"] = {name: p for name, p in parameters.items() if name in left_alone}
+    divided = is_divided(module) or hasattr(optimizer, "carrier")
+    if divided and not is_first:
+        return {}, own, False
+    shared["parameters"] = {name: p for name, p in parameters.items() if name not in left_alone}
+    (own if _exchanges_weights(model) else shared)["optimizer"] = state
+    return shared, own, not divided
+
+
+def settle(trained: Trained) -> None:
+    """Make weights equal that are exchanged now and then; other strategies need nothing. Every rank must call it."""
+    if _exchanges_weights(trained.model):
+        trained.model.agree()
+
+
+def check(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise unless a saved state fits a model and its optimizer; change nothing.
+
+    Raises:
+        UsageError: names, shapes or dtypes differ; the text names them.
+    """
+    saved = {**shared.get("parameters", {}), **own.get("parameters", {})}
+    _compare("parameters", dict(trained.module.named_parameters()), saved)
+    _compare("buffers", dict(trained.module.named_buffers()), own["buffers"])
+    state = own.get("optimizer") or shared["optimizer"]
+    mine = _names(trained.module, trained.optimizer)
+    if [sorted(names) for names in mine] != [sorted(names) for names in state["names"]]:
+        what = "the optimizer's groups hold other parameters than when the checkpoint was saved"
+        value = f"groups of {[len(n) for n in mine]} parameters, saved {[len(n) for n in state['names']]}"
+        raise UsageError(explain(what, value=value, fix="make the optimizer with the same groups"))
+
+
+def restore(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any], same_run: bool) -> str:
+    """Set a model and its optimizer to a saved state that :func:`check` has accepted. Every rank must call it.
+
+    Args:
+        trained: the model and the optimizer.
+        shared: what all ranks share.
+        own: what was saved on this rank, or on one that takes its place.
+        same_run: whether strategy and number of ranks are those of the saved run, so that the exchange's state fits.
+
+    Returns:
+        What could not be restored, for the log; "" if everything was.
+    """
+    module, model, optimizer = trained.module, trained.model, trained.optimizer
+    _drop_gathered(module)
+    saved = {**shared.get("parameters", {}), **own.get("parameters", {})}
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(_divided_like(parameter, saved[name]))
+        for name, buffer in module.named_buffers():
+            buffer.copy_(own["buffers"][name])
+    for name, state in own.get("extra", {}).items():
+        module.get_submodule(name).set_extra_state(state)
+    _load_optimizer(module, optimizer, own.get("optimizer") or shared["optimizer"])
+    return _load_exchange(model, optimizer, own.get("exchange") or {}, same_run)
+
+
+def _exchanges_weights(model: Any) -> bool:
+    return getattr(model, "around", None) is not None and callable(getattr(model, "agree", None))
+
+
+def _extra_states(module: nn.Module) -> dict[str, Any]:
+    """Return the extra states of those submodules that define one."""
+    has_one = [
+        (name, part)
+        for name, part in module.named_modules()
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    ]
+    return {name: part.get_extra_state() for name, part in has_one}
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------------
+
+
+def _drop_gathered(module: nn.Module) -> None:
+    """Let ``fully_shard`` drop whole parameters that it kept from a forward, so that the module holds its parts again."""
+    for part in module.modules():
+        if is_divided(part) and callable(getattr(part, "reshard", None)):
+            part.reshard()  # type: ignore[operator]
+
+
+def _whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()  # type: ignore[no-any-return]
+
+
+def _divided_like(parameter: Any, value: Tensor) -> Tensor:
+    """Return ``value`` as a DTensor that is divided as ``parameter`` is; if that is a plain tensor, ``value`` itself."""
+    if not is_dtensor(parameter):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(
+        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+
+
+def _compare(what: str, mine: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    def kind(tensor: Tensor | None) -> str:
+        return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+    differ = [
+        f"{name} ({kind(mine.get(name))} here, {kind(saved.get(name))} saved)"
+        for name in dict.fromkeys((*mine, *saved))
+        if kind(mine.get(name)) != kind(saved.get(name))
+    ]
+    if differ:
+        more = f" and {len(differ) - _MAX_NAMED} more" if len(differ) > _MAX_NAMED else ""
+        text = f"the checkpoint is of another model: its {what} differ: {', '.join(differ[:_MAX_NAMED])}{more}"
+        raise UsageError(explain(text, fix="make the model as in the saved run"))
+
+
+# ---- the optimizer --------------------------------------------------------------------------------------------------------
+
+
+def _names(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    name_of = {id(p): name for name, p in module.named_parameters()}
+    return [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state by the names of its parameters. Without state there is none: no step is made to get one."""
+    saved = optimizer.state_dict()
+    names = _names(module, optimizer)
+    name_of = dict(zip((i for g in saved["param_groups"] for i in g["params"]), _all(names), strict=True))
+    state = {
+        name_of.get(key, key): {k: _whole(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+        if isinstance(values, Mapping)
+        else values
+        for key, values in saved["state"].items()
+    }
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
+    rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    return {"names": names, "state": state, "groups": groups, "rest": rest}
+
+
+def _load_optimizer(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    names = _names(module, optimizer)
+    index_of = {name: i for i, name in enumerate(_all(names))}
+    parameters = dict(module.named_parameters())
+    state: dict[Any, Any] = {}
+    for name, values in saved["state"].items():
+        if name not in index_of:
+            state[name] = values
+            continue
+        like: Any = parameters[name]
+        state[index_of[name]] = {
+            key: _divided_like(like, v) if isinstance(v, Tensor) and v.shape == like.shape and v.dim() else v
+            for key, v in values.items()
+        }
+    groups = [
+        {**group, "params": [index_of[name] for name in some]}
+        for group, some in zip(saved["groups"], names, strict=True)
+    ]
+    # Copies: torch keeps tensors of the state that it is given, and these belong to a mapped file.
+    state = {i: {k: _copied(v) for k, v in s.items()} if isinstance(s, dict) else s for i, s in state.items()}
+    optimizer.load_state_dict({**saved["rest"], "state": state, "param_groups": groups})
+    # ``torch`` casts floating-point states to the parameter's dtype; a state in float32 of bfloat16 weights must stay so.
+    for name, values in saved["state"].items() if not hasattr(optimizer, "carrier") else ():
+        kept: Any = optimizer.state.get(parameters[name]) if name in parameters else None
+        for key, value in values.items() if kept else ():
+            if isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and kept[key].dtype != value.dtype:
+                kept[key] = _copied(_divided_like(parameters[name], value)).to(kept[key].device)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _all(names: Sequence[Sequence[str]]) -> Iterator[str]:
+    return (name for some in names for name in some)
+
+
+# ---- the exchange ---------------------------------------------------------------------------------------------------------
+
+
+def _exchange_state(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return the state of the exchange of gradients or weights; empty if the strategy has none."""
+    owner = _owner(model, optimizer)
+    return {} if owner is None else dict(owner.exchange_state_dict())
+
+
+def _owner(model: Any, optimizer: Any) -> Any:
+    """Return the object that saves the exchange's state: the wrapper, or the sharded optimizer."""
+    return next((each for each in (model, optimizer) if hasattr(type(each), "exchange_state_dict")), None)
+
+
+def _load_exchange(model: Any, optimizer: Any, saved: Mapping[str, Any], same_run: bool) -> str:
+    owner = _owner(model, optimizer)
+    if owner is None:
+        return ""
+    if same_run and saved:
+        owner.load_exchange_state_dict(saved)
+        return ""
+    if _exchanges_weights(model):
+        model.around.restart(0)  # its state is of other weights until here
+    fresh = owner.exchange_state_dict()
+    if saved.keys() != fresh.keys() or not saved:
+        return ""
+    # Another number of ranks: what a method remembers of its errors belongs to its ranks. The numbers of steps stay, because
+    # warm-ups count by them, and so does what an exchange of weights keeps that is equal on all ranks.
+    wanted = {**fresh, "step": saved["step"]}
+    if "layout" in fresh:
+        wanted["layout"] = saved["layout"]
+    left_out = "what the exchange of gradients remembers of its errors" if _keeps(saved["exchange"]) else ""
+    if "weights" in fresh:
+        wanted["weights"] = saved["weights"]
+    try:
+        owner.load_exchange_state_dict(wanted)
+    except UsageError:
+        if "weights" not in fresh:
+            raise
+        model.around.restart(int(saved["weights"]["step"]))
+        left_out = "the state of the exchange of weights"
+    return left_out
+
+
+def _keeps(state: Any) -> bool:
+    """Tell whether a saved state holds any tensor."""
+    if isinstance(state, Mapping):
+        return any(_keeps(each) for each in state.values())
+    return isinstance(state, Tensor)
