@@ -18,7 +18,9 @@ if TYPE_CHECKING:
         loader,
         prepare,
         shutdown,
+        unwrap,
     )
+    from .script.accumulate import accumulate
     from .script.rank_zero import print as print
     from .script.rank_zero import rank_zero
     from .script.reduce import reduce
@@ -32,6 +34,7 @@ __all__ = [
     "SyncBatchNorm",
     "TrainingState",
     "World",
+    "accumulate",
     "clip_grad_norm_",
     "epochs",
     "init",
@@ -43,11 +46,13 @@ __all__ = [
     "restore",
     "save",
     "shutdown",
+    "unwrap",
 ]  # without "print", so that `from guozhuang import *` leaves Python's alone
 
 # Where names are defined whose modules are imported at their first use only.
 _LATER = {
     "TrainingState": "checkpoint",
+    "accumulate": "script.accumulate",
     "clip_grad_norm_": "sharding",
     "epochs": "checkpoint",
     "keep": "checkpoint",

@@ -11,7 +11,7 @@ from .distributed import DistributedDataParallel
 from .errors import PeerLost
 from .groups.backend import register as _register
 from .strategies import Strategy as _Strategy
-from .strategies import prepare
+from .strategies import prepare, unwrap
 from .strategies import register as _register_strategy
 from .sync_batch_norm import SyncBatchNorm
 
@@ -26,6 +26,7 @@ __all__ = [
     "loader",
     "prepare",
     "shutdown",
+    "unwrap",
 ]
 
 _register()  # makes the backend name "shm" known to torch; starts nothing

@@ -26,8 +26,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("gradients", "weights", "optim"),  # an optimizer may bring its exchange
     ("distributed", "data_parallel", "sharding", "parallel"),
     ("checkpoint",),
-    ("strategies", "script"),
-    ("workloads",),
+    ("strategies",),
+    ("workloads", "script"),
     ("launch",),
     ("lab", "check"),  # start ranks as `guozhuang run` does
     ("compat",),

@@ -25,6 +25,7 @@ NAMES = {
     "SyncBatchNorm",
     "TrainingState",
     "World",
+    "accumulate",
     "clip_grad_norm_",
     "epochs",
     "init",
@@ -37,6 +38,7 @@ NAMES = {
     "restore",
     "save",
     "shutdown",
+    "unwrap",
 }
 COMMANDS = {"check", "compare", "completion", "run"}
 SSH_OPTIONS = {

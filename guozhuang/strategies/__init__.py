@@ -1,6 +1,7 @@
-"""Strategies: the table of their names (``table``), the functions that apply them (``ways``), and ``prepare`` (``apply``)."""
+"""Strategies: names (``table``), what applies them (``ways``), ``prepare`` (``apply``), what it returns (``prepared``)."""
 
 from .apply import prepare
+from .prepared import unwrap
 from .table import DEFAULT, STRATEGIES, Strategy, check_groups, get, register
 from .ways import PreparedPair, Setup, WithExchange
 
@@ -15,4 +16,5 @@ __all__ = [
     "get",
     "prepare",
     "register",
+    "unwrap",
 ]

@@ -18,6 +18,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.groups.agreement import agree
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.registry import registry
+from guozhuang.strategies.prepared import warn_of_hidden
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
 from guozhuang.strategies.ways import PreparedPair, Setup
 from guozhuang.timeline import Timeline
@@ -49,6 +50,10 @@ def prepare(
         strategy: a name from :data:`STRATEGIES`. None: the one of ``guozhuang run --strategy``, else ``"ddp"``.
         num_replicas: for ``"dp"`` only: how many devices share the batch. None: every accelerator, or 2 on the CPU.
 
+    The returned model stands for yours: methods, attributes and parts are found on it under the same names, ``state_dict()``
+    and ``named_parameters()`` have the same names under every strategy, and copies and pickles of it are of your module.
+    Attributes that you set on it are set on your module. :func:`guozhuang.unwrap` gives your module.
+
     Returns:
         ``model, optimizer``, to be called and stepped in place of yours. Unpack the pair, or keep it: its method ``step(batch,
         loss_fn)`` trains on one batch under every strategy, even one that a script could not train by its own loop.
@@ -77,6 +82,8 @@ def prepare(
     found = chosen.prepare(model, optimizer, Setup(world, num_replicas, num_groups))
     prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
     registry.add_trained(model, *prepared, chosen.name)
+    if world.rank == 0:
+        warn_of_hidden(prepared[0], chosen.name)
     if requested_checkpoint() is not None:
         from guozhuang.checkpoint.run import begin_session  # imported only when needed
 

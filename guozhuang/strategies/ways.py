@@ -21,12 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from guozhuang.data_parallel import DataParallel
-from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
 from guozhuang.exchange import GradientExchange
 from guozhuang.groups import round_robin
 from guozhuang.groups.subgroups import timeout_s
+from guozhuang.strategies.prepared import PreparedDataParallel, PreparedDDP, PreparedTorchDDP
 from guozhuang.world import World
 
 _log = logging.getLogger("guozhuang")
@@ -139,7 +138,7 @@ def none(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Modul
 
 def ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
     """Wrap the model in this project's DistributedDataParallel."""
-    wrapped = DistributedDataParallel(model, device_ids=_device_ids(model), process_group=_group(setup))
+    wrapped = PreparedDDP(model, device_ids=_device_ids(model), process_group=_group(setup))
     return wrapped, optimizer
 
 
@@ -188,7 +187,7 @@ class WithExchange:
     def __call__(self, model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
         """Return the model and the optimizer to use in place of the user's. Every rank must call."""
         exchange, optimizer = self.make(optimizer)
-        wrapped = DistributedDataParallel(model, device_ids=_device_ids(model))
+        wrapped = PreparedDDP(model, device_ids=_device_ids(model))
         if isinstance(exchange, GradientExchange):
             wrapped.use_exchange(exchange)
         else:
@@ -198,7 +197,7 @@ class WithExchange:
 
 def torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
     """Wrap the model in PyTorch's DistributedDataParallel."""
-    wrapped = nn.parallel.DistributedDataParallel(model, device_ids=_device_ids(model), process_group=_group(setup))
+    wrapped = PreparedTorchDDP(model, device_ids=_device_ids(model), process_group=_group(setup))
     return wrapped, optimizer
 
 
@@ -255,7 +254,7 @@ def dp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module,
         devices = [torch.device("cpu")] * (wanted or 2)
         if wanted is None:
             _log.info("strategy dp: 2 replicas on the CPU; ask for another number with num_replicas=")
-    return DataParallel(model, device_ids=devices), optimizer
+    return PreparedDataParallel(model, device_ids=devices), optimizer
 
 
 def _group(setup: Setup) -> dist.ProcessGroup | None:

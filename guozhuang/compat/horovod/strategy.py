@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,6 +20,9 @@ def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimize
     weights, buffers and optimizer state of rank 0. If ranks run out of data at different times, each must call
     ``guozhuang.compat.horovod.torch.join()`` after its last batch.
 
+    Unlike in a Horovod script, gradients are combined when backward returns, as under every other strategy: they can be clipped
+    and unscaled without ``synchronize()`` and ``skip_synchronize()``.
+
     Returns:
         The model, and the distributed optimizer.
     """
@@ -23,4 +30,37 @@ def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimize
     world.before_leaving(hvd.shutdown)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    return model, hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    distributed = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    _Synchronizing(distributed)
+    return model, distributed
+
+
+class _Synchronizing:
+    """Lets a distributed optimizer synchronize at the end of a backward that began an exchange, and not again at its step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        # Weak, because tensors hold their hooks where Python's garbage collector does not see them.
+        self._optimizer = weakref.ref(optimizer)
+        self._is_queued = False
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._arrived)
+        optimizer.register_step_post_hook(_synchronizes_again)
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._is_queued = False
+        optimizer = self._optimizer()
+        # A gradient of which no pass is left was sent; with accumulation that happens in the last pass of a step.
+        if optimizer is not None and any(one.came and one.left == 0 for one in optimizer._exchange.hooked):
+            optimizer.synchronize()
+            optimizer._should_synchronize = False
+
+
+def _synchronizes_again(optimizer: Any, args: object, kwargs: object) -> None:
+    optimizer._should_synchronize = True

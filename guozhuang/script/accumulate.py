@@ -1,0 +1,139 @@
+"""``accumulate``: several backwards for one optimizer step, with one exchange, under every strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ..errors import UsageError, explain
+from ..registry import Trained, registry
+from ..strategies import unwrap
+
+
+class accumulate:
+    """Add up the gradients of ``steps`` micro-batches, and exchange them once, with the last one. Every rank must do the same.
+
+    Divide each loss by ``steps``: the gradient is then that of the mean over a batch ``steps`` times as large, to rounding. ::
+
+        for micro in gz.accumulate(model, steps=4):        # all micro-batches of one optimizer step
+            x, y = next(batches)
+            (loss_fn(model(x), y) / 4).backward()
+        optimizer.step()
+
+    Or around one micro-batch, where the loop counts differently; the count goes on from one call to the next::
+
+        with gz.accumulate(model, steps=4) as is_last:
+            (loss_fn(model(x), y) / 4).backward()
+        if is_last:
+            optimizer.step()
+
+    Clip and unscale gradients after the last micro-batch, by ``gz.clip_grad_norm_`` and ``scaler.unscale_(optimizer)``.
+
+    Args:
+        model: what ``prepare`` returned; also a wrapper of PyTorch with ``no_sync()``, or a plain module.
+        steps: micro-batches in one step of the optimizer, at least 1; the same on all ranks.
+
+    Raises:
+        UsageError: ``steps`` is no count, or differs from that of the micro-batches before; and from ``optimizer.step()`` of a
+            prepared optimizer, if micro-batches are missing whose gradients would be exchanged with the last one.
+    """
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            what = "`steps` is the number of micro-batches in an optimizer step, at least 1"
+            raise UsageError(explain(what, value=steps, fix="pass a whole number"))
+        inside: Any = getattr(model, "_orig_mod", model)  # what torch.compile put around it
+        found = next((each for each in registry.trained if inside in (each.model, each.module)), None)
+        self._wrapper: Any = inside if found is None else found.model
+        self._optimizer: Any = None if found is None else found.optimizer
+        self._count = _count_of(inside, found)
+        self._steps = steps
+        self._held: contextlib.AbstractContextManager[Any] | None = None
+        if self._count.done and self._count.steps != steps:
+            what = f"micro-batch {self._count.done + 1} of {self._count.steps} came with another number of steps"
+            raise UsageError(explain(what, value=steps, fix="keep the number until the optimizer has stepped"))
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield 0 to ``steps - 1``: the number of the micro-batch that the body of the loop computes."""
+        if self._count.done:
+            what = f"a new step begins after micro-batch {self._count.done} of {self._count.steps} of the one before"
+            fix = "let each loop run to its end: the gradients are exchanged with the last micro-batch"
+            raise UsageError(explain(what, fix=fix))
+        for number in range(self._steps):
+            with self:
+                yield number
+
+    def __enter__(self) -> bool:
+        """Begin a micro-batch; the result tells whether it is the last one before ``optimizer.step()``."""
+        is_last = self._count.done + 1 == self._steps
+        self._count.steps = self._steps
+        if self._count.done == 0:
+            self._expect(self._steps)
+        self._held = _hold(self._wrapper, not is_last)
+        self._held.__enter__()
+        return is_last
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        assert self._held is not None
+        self._held.__exit__(kind, error, traceback)
+        if kind is not None:
+            self._count.done = 0  # the gradients of a step that failed are of no use
+        else:
+            self._count.done = (self._count.done + 1) % self._steps
+        if self._count.done == 0:
+            self._expect(1)
+
+    def _expect(self, num_passes: int) -> None:
+        """Tell an optimizer that exchanges gradients itself with how many backwards a step comes."""
+        set_passes = getattr(self._optimizer, "set_backward_passes_per_step", None)
+        if set_passes is not None and self._optimizer.backward_passes_per_step != num_passes:
+            set_passes(num_passes)
+
+
+class _Count:
+    """How many micro-batches of the coming step are done, and how many it has; and the check at the step of the optimizer."""
+
+    def __init__(self) -> None:
+        self.done = self.steps = 0
+
+    def check(self, optimizer: object, *_: object) -> None:
+        if self.done:
+            done, self.done = self.done, 0
+            what = (
+                f"optimizer.step() came after micro-batch {done} of {self.steps}, whose gradients are not exchanged yet"
+            )
+            raise UsageError(
+                explain(what, fix="step after the last one, and leave out the rest of an epoch (drop_last)")
+            )
+
+
+_counts: weakref.WeakKeyDictionary[nn.Module, _Count] = weakref.WeakKeyDictionary()
+
+
+def _count_of(model: nn.Module, found: Trained | None) -> _Count:
+    module = unwrap(model)
+    if module not in _counts:
+        _counts[module] = count = _Count()
+        if found is not None:
+            found.optimizer.register_step_pre_hook(count.check)
+    return _counts[module]
+
+
+@contextlib.contextmanager
+def _hold(wrapper: Any, holds: bool) -> Iterator[None]:
+    """Keep the gradients of backwards inside on this rank if ``holds``; where they are exchanged at the step, do nothing."""
+    if holds and hasattr(wrapper, "no_sync"):
+        with wrapper.no_sync():
+            yield
+    elif hasattr(wrapper, "set_requires_gradient_sync"):  # PyTorch's fully_shard
+        wrapper.set_requires_gradient_sync(not holds)
+        try:
+            yield
+        finally:
+            wrapper.set_requires_gradient_sync(True)
+    else:
+        yield

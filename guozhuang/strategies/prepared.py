@@ -1,0 +1,207 @@
+"""What ``prepare`` returns in the place of the user's module: wrappers that stand for it under its own names.
+
+[Note: a wrapper that stands for its module] A script reads attributes of its model, calls its methods and saves its state.
+Under some strategies the model is the user's own object, under others a wrapper with the module inside. So these wrappers pass
+on to the module what they do not have themselves, and hide the level ``module`` in names of parameters, buffers and states:
+the script is the same under every strategy. Copies and pickles are of the module alone, because a copy of a model (an average
+of weights, the best one so far) is not trained. The public class ``DistributedDataParallel`` keeps PyTorch's names.
+
+A method of the module that is called through the wrapper may compute a loss without a call of the wrapper. Then what the
+wrapper does around a forward is done around the module's own forward, or for the tensors that the method returns.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from ..data_parallel import DataParallel
+from ..distributed import DistributedDataParallel
+from ..errors import UsageError, explain
+
+_log = logging.getLogger("guozhuang")
+_WRAPPERS = (nn.parallel.DistributedDataParallel, DataParallel, nn.DataParallel)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's module, without the wrapper that ``prepare`` or a trainer put around it, and without ``torch.compile``.
+
+    Calling it trains nothing together: no rank waits for another, and gradients stay on this rank. Under ``sharded-gradients``
+    and ``sharded-weights`` the module itself is divided, so its forward needs every rank as before. Functions that look for
+    PyTorch's wrapper classes in a model, as those of ``torch.distributed.checkpoint.state_dict`` do, take what this returns.
+
+    Raises:
+        UsageError: ``model`` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        what = "unwrap() takes a module"
+        raise UsageError(explain(what, value=type(model).__name__, fix="give the model that prepare() returned"))
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this question
+    if compiler is not None and isinstance(model, compiler.OptimizedModule):
+        return unwrap(model._orig_mod)
+    return unwrap(model.module) if isinstance(model, _WRAPPERS) else model
+
+
+class StandsForModule(nn.Module):
+    """The part of the wrappers below that passes on to ``module``. See [Note: a wrapper that stands for its module].
+
+    An attribute that the wrapper lacks is set on the module, unless its name begins with an underscore and the module lacks it
+    too. Attributes that both have are the wrapper's; :func:`unwrap` gives access to the module's.
+    """
+
+    module: nn.Module
+    _stands = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_load_state_dict_pre_hook(_add_level)  # type: ignore[no-untyped-call]
+        self._stands = True
+
+    # ---- attributes -----------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            # Python and libraries ask for such names to learn about the object itself, not about the model.
+            if module is None or (name.startswith("__") and name.endswith("__")):
+                raise
+        found: Any = getattr(module, name)
+        if inspect.ismethod(found) and found.__self__ is module and hasattr(type(self), "_post_forward"):
+            return functools.wraps(found)(functools.partial(_call, self, found))
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._stands and not self._has(name) and (not name.startswith("_") or hasattr(self.module, name)):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._stands and not self._has(name):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a part of the module, as ``nn.Sequential`` and similar modules do."""
+        inside: Any = self.module
+        return inside[key]
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self.module)})
+
+    def _has(self, name: str) -> bool:
+        own = self.__dict__
+        tensors_and_parts = (own["_parameters"], own["_buffers"], own["_modules"])
+        return name in own or hasattr(type(self), name) or any(name in some for some in tensors_and_parts)
+
+    # ---- names and states -----------------------------------------------------------------------------------------------
+
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Return the module and its parts under the module's own names; so do ``named_parameters`` and ``named_buffers``."""
+        yield from self.module.named_modules(*args, **options)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """Return the module's state. Under a strategy that exchanges weights every rank must call."""
+        return self.module.state_dict(*args, **options)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        """Load the module's state; see ``torch.nn.Module.load_state_dict``. Every rank must call."""
+        return self.module.load_state_dict(*args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self.module,)
+
+
+class PreparedDDP(StandsForModule, DistributedDataParallel):  # type: ignore[override]
+    """This project's DistributedDataParallel, standing for its module."""
+
+
+class PreparedTorchDDP(StandsForModule, nn.parallel.DistributedDataParallel):
+    """PyTorch's DistributedDataParallel, standing for its module."""
+
+
+class PreparedDataParallel(StandsForModule, DataParallel[nn.Module]):
+    """This project's DataParallel, standing for its module."""
+
+
+def warn_of_hidden(model: nn.Module, strategy: str) -> None:
+    """Log a warning if public attributes of the module are hidden by other ones of the wrapper around it."""
+    if not isinstance(model, StandsForModule):
+        return
+    theirs = _public(model.module, nn.Module)
+    hidden = sorted(name for name in theirs & _public(model, nn.Module) if _differ(model, name))
+    if hidden:
+        what = f"under the strategy {strategy} the prepared model has attributes of its own that hide your model's"
+        _log.warning("%s", explain(what, value=hidden, fix=f"reach yours by gz.unwrap(model).{hidden[0]}"))
+
+
+def _public(module: nn.Module, base: type) -> set[str]:
+    classes = [each for each in type(module).__mro__ if not issubclass(base, each)]
+    own = module.__dict__
+    names = {*own, *own["_parameters"], *own["_buffers"], *own["_modules"]}.union(*(vars(each) for each in classes))
+    return {name for name in names if not name.startswith("_") and not hasattr(base, name) and name != "training"}
+
+
+def _differ(model: StandsForModule, name: str) -> bool:
+    try:
+        here, inside = getattr(model, name), getattr(model.module, name)
+        return here is not inside and (callable(here) or callable(inside) or bool(here != inside))
+    except Exception:  # a property that cannot be read now, or values that cannot be compared
+        return True
+
+
+def _call(wrapper: Any, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a method of the module, and let the wrapper prepare the backward through what it computes."""
+    module: nn.Module = wrapper.module
+    if not (torch.is_grad_enabled() and module.training):
+        return method(*args, **options)
+    num_forwards = 0
+
+    def before(_: nn.Module, inputs: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        return wrapper._pre_forward(*inputs, **given) if torch.is_grad_enabled() else None
+
+    def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        nonlocal num_forwards
+        if torch.is_grad_enabled():
+            num_forwards += 1
+            return wrapper._post_forward(output)
+        return None
+
+    handles = [
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        module.register_forward_hook(after),
+    ]
+    try:
+        found = method(*args, **options)
+    finally:
+        for handle in handles:
+            handle.remove()
+    leaves = _pytree.tree_leaves(found)
+    if not num_forwards and any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
+        return wrapper._post_forward(found)
+    return found
+
+
+def _add_level(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Rename the entries of a state that is loaded into a module of which the wrapper is a part."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module

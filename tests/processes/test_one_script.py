@@ -1,0 +1,288 @@
+"""One script under every strategy: the model under its own names; accumulation, clipping and scaling against one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import guozhuang as gz
+from guozhuang.errors import UsageError
+from guozhuang.strategies import STRATEGIES, get
+from tests.ranks import run_ranks
+
+STEPS, MICRO, ROWS = 3, 4, 2  # optimizer steps, micro-batches in a step, rows of a rank in a micro-batch
+DIVIDED = ("sharded-gradients", "sharded-weights")
+SEVERAL = tuple(name for name, s in STRATEGIES.items() if not s.one_process)
+
+
+class Config:
+    width = 6
+
+
+class Named(nn.Module):
+    """It has what scripts reach for on a model: methods, a property, a buffer, parts, attributes that forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 1)
+        self.register_buffer("scale", torch.ones(1))
+        self.config, self.temperature = Config(), 1.0
+
+    @property
+    def width(self) -> int:
+        return self.config.width
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x) * self.scale / self.temperature
+
+    @torch.no_grad()
+    def sample(self, x: Tensor, times: int = 1) -> Tensor:
+        """Call the model, as generate() does."""
+        return self(x).mean() * times
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).square().mean()
+
+    def loss_by_parts(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.head(torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))).square().mean()}
+
+
+def made() -> tuple[Named, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Named()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+
+
+def prepared(strategy: str) -> tuple[Any, torch.optim.Optimizer]:
+    return gz.prepare(*made(), strategy=strategy)
+
+
+def data(step: int, micro: int) -> Tensor:
+    """The rows of all ranks together."""
+    generator = torch.Generator().manual_seed(100 * step + micro)
+    return torch.randn(2 * ROWS, 6, generator=generator)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+# ---- the model under its own names --------------------------------------------------------------------------------------
+
+
+def names(rank: int, strategy: str) -> None:
+    plain, _ = made()
+    model, _ = prepared(strategy)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert model.config is gz.unwrap(model).config and model.width == 6
+    assert model.scale is gz.unwrap(model).scale and model.layers[1].bias.shape == (6,)
+    assert model.get_parameter("layers.0.weight") is model.layers[0].weight
+    assert isinstance(gz.unwrap(model), Named) and gz.unwrap(gz.unwrap(model)) is gz.unwrap(model)
+    assert "sample" in dir(model) and "generate()" in model.sample.__doc__
+    with pytest.raises(AttributeError, match=r"Named' object has no attribute 'smaple'"):
+        _ = model.smaple
+    x = data(0, 0)
+    torch.testing.assert_close(model.sample(x, times=3), plain(x).mean() * 3)
+    model.temperature, model.new = 2.0, "mine"
+    torch.testing.assert_close(model(x), plain(x) / 2)
+    assert gz.unwrap(model).new == "mine"
+    del model.new
+    assert not hasattr(gz.unwrap(model), "new")
+    model.temperature = 1.0
+    other = {name: value + 0.5 for name, value in plain.state_dict().items()}
+    if strategy not in DIVIDED:
+        twin = copy.deepcopy(model)
+        assert type(twin) is Named and whole(twin).keys() == whole(model).keys()
+        again = pickle.loads(pickle.dumps(model))
+        assert type(again) is Named and torch.equal(again.head.weight, model.head.weight)
+        if rank == 0 and strategy not in WEIGHTS_ARE_EXCHANGED:
+            torch.save(model.state_dict(), io.BytesIO())
+        assert model.load_state_dict(other).missing_keys == []
+        plain.load_state_dict(other)
+        torch.testing.assert_close(model.sample(x), plain(x).mean())
+        assert not torch.equal(twin.head.weight, model.head.weight)
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "layers.0.bias"'):
+            model.load_state_dict({name: value for name, value in other.items() if name != "layers.0.bias"})
+        parent = nn.ModuleDict({"inner": model})
+        assert list(parent.state_dict()) == [f"inner.{name}" for name in plain.state_dict()]
+        assert [n for n, _ in parent.named_parameters()] == [f"inner.{n}" for n, _ in plain.named_parameters()]
+        parent.load_state_dict({f"inner.{name}": value * 2 for name, value in other.items()})
+        torch.testing.assert_close(whole(model)["head.bias"], other["head.bias"] * 2)
+
+
+WEIGHTS_ARE_EXCHANGED = (
+    "local-sgd",
+    "overlapped-local-sgd",
+    "node-local-sgd",
+    "diloco",
+    "decentralized",
+    "decentralized-pairs",
+    "low-precision-decentralized",
+    "async-parameter-server",
+    "async-model-average",
+    "qadam",
+    "onebit-adam",
+)
+
+
+# ---- steps, compared with one process on the whole batch ------------------------------------------------------------------
+
+
+def by_forward(model: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "forward": by_forward,
+    "method": lambda model, x: model.loss(x),
+    "parts": lambda model, x: model.loss_by_parts(x)["loss"],
+}
+
+
+def one_process(max_norm: float) -> tuple[dict[str, Tensor], list[float]]:
+    model, optimizer = made()
+    norms = []
+    for step in range(STEPS):
+        by_forward(model, torch.cat([data(step, micro) for micro in range(MICRO)])).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model), norms
+
+
+def steps(rank: int, size: int, strategy: str, loss_of: str, form: str, scaled: bool) -> None:
+    model, optimizer = prepared(strategy)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+    norms = []
+
+    def micro_batch(step: int, number: int) -> None:
+        rows = data(step, number).chunk(size)[rank]
+        scaler.scale(LOSSES[loss_of](model, rows) / MICRO).backward()
+
+    for step in range(STEPS):
+        if form == "loop":
+            for micro in gz.accumulate(model, steps=MICRO):
+                micro_batch(step, micro)
+        else:
+            for micro in range(MICRO):
+                with gz.accumulate(model, steps=MICRO) as is_last:
+                    micro_batch(step, micro)
+                assert is_last == (micro == MICRO - 1)
+        scaler.unscale_(optimizer)
+        norms.append(float(gz.clip_grad_norm_(model.parameters(), 0.3)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    if not get(strategy).exact:
+        assert all(torch.isfinite(value).all() for value in whole(model).values())
+        return
+    expected, expected_norms = one_process(0.3)
+    torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected_norms), rtol=1e-4, atol=1e-6)
+    for name, value in whole(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=2e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def refuses_a_step_too_early(strategy: str) -> None:
+    model, optimizer = prepared(strategy)
+    with gz.accumulate(model, steps=2):
+        model(data(0, 0)).mean().backward()
+    with pytest.raises(UsageError, match="after micro-batch 1 of 2"):
+        optimizer.step()
+    with gz.accumulate(model, steps=2):
+        model(data(0, 0)).mean().backward()
+    with pytest.raises(UsageError, match="another number of steps"):
+        gz.accumulate(model, steps=3)
+    with gz.accumulate(model, steps=2):
+        model(data(0, 0)).mean().backward()
+    optimizer.step()
+
+
+def reductions(strategy: str) -> list[int]:
+    """How many collectives reduce gradients in two steps of one micro-batch, and in one of several."""
+    model, optimizer = prepared(strategy)
+    counts = []
+    for num_micro in (1, 1, MICRO, MICRO):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for micro in gz.accumulate(model, steps=num_micro):
+                by_forward(model, data(0, micro)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append(sum(e.count for e in profile.key_averages() if e.key.startswith("gloo:") and "reduce" in e.key))
+    return counts
+
+
+def run_strategies(rank: int, size: int, chosen: list[str], parts: list[str]) -> list[str]:
+    """Run parts under each strategy; return what failed."""
+    warnings.simplefilter("ignore")
+    failed = []
+    gz.init(timeout_s=20)
+    for strategy in chosen:
+        for each in parts:
+            try:
+                if each == "names":
+                    names(rank, strategy)
+                elif each == "too early":
+                    refuses_a_step_too_early(strategy)
+                elif strategy not in DIVIDED or "parts" not in each:  # their parts are whole only inside a forward
+                    loss_of, form = each.split()
+                    steps(rank, size, strategy, loss_of, form.removesuffix("+scaler"), form.endswith("+scaler"))
+            except Exception:
+                failed.append(f"{strategy}, {each}: {traceback.format_exc()[-1500:]}")
+    gz.shutdown()
+    return failed
+
+
+def check(size: int, chosen: Sequence[str], parts: list[str], **options: Any) -> None:
+    for failed in run_ranks(run_strategies, size, list(chosen), parts, init=False, **options):
+        assert not failed, "\n".join(failed)
+
+
+QUICK = ("ddp", "torch-ddp", "horovod", "sharded", "sharded-weights", "parameter-server", "diloco")
+
+
+def test_one_script_under_several_strategies() -> None:
+    check(2, QUICK, ["names", "method with+scaler", "too early"])
+
+
+@pytest.mark.slow
+def test_names_are_the_models_own() -> None:
+    check(1, ["single", "dp", "ddp"], ["names"])
+    check(2, SEVERAL, ["names"], timeout_s=90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["forward loop", "parts with+scaler"])
+def test_accumulated_steps_are_those_of_one_big_batch(part: str) -> None:
+    check(1, ["single", "dp", "ddp"], [part])
+    check(2, SEVERAL, [part], timeout_s=120)
+
+
+def count_exchanges(rank: int, size: int) -> dict[str, list[int]]:
+    gz.init(backend="gloo", timeout_s=20)
+    found = {name: reductions(name) for name in ("ddp", "torch-ddp", "sharded", "sharded-gradients", "bf16")}
+    gz.shutdown()
+    return found
+
+
+@pytest.mark.slow
+def test_accumulated_gradients_are_exchanged_once() -> None:
+    for found in run_ranks(count_exchanges, 2, init=False):
+        for strategy, counts in found.items():
+            assert counts[1] == counts[3] > 0, f"{strategy}: {counts}"
