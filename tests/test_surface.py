@@ -86,6 +86,7 @@ COMPARE_OPTIONS = {
     "--eval-data",
     "--eval-fraction",
     "--eval-limit",
+    "--fresh",
     "--fused",
     "--groups",
     "--header",

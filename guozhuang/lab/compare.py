@@ -10,20 +10,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
-from guozhuang import strategies, timeline, units
+from guozhuang import strategies, timeline, units, workloads
 from guozhuang.lab.contender import Contender
 from guozhuang.lab.measure import difference
-from guozhuang.lab.plan import FEWEST_ROUNDS, ComparisonPlan, notes_of, plan_of
+from guozhuang.lab.plan import FEWEST_ROUNDS, TIMELINE_STEPS, ComparisonPlan, conditions, notes_of, plan_of
+from guozhuang.lab.progress import Forecast, PlannedRun, Reporter, about_span
 from guozhuang.lab.results import (
     Difference,
     Machine,
@@ -36,6 +36,7 @@ from guozhuang.lab.results import (
     to_json,
 )
 from guozhuang.lab.runs import Runs, ended_by_signals, new_folder
+from guozhuang.lab.unfinished import FinishedRun, Unfinished
 from guozhuang.lab.verdict import SETTLED, judge, settled, short
 from guozhuang.lab.worker import RunSpec
 from guozhuang.world.machine import processor_name, usable_cores
@@ -43,7 +44,9 @@ from guozhuang.world.machine import processor_name, usable_cores
 if TYPE_CHECKING:
     from rich.console import Console
 
-_TIMELINE_STEPS = 10
+_FEW_RUNS, _FEW_STEPS = 3, 150  # a comparison of fewer is begun without a trial
+_TRIAL_STEPS = 2  # measured steps of the trial, after as many of warm-up
+_SINGLE = Contender("single", "single")
 
 
 def run(namespace: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
@@ -61,43 +64,147 @@ def run(namespace: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
     """
     from rich.console import Console
 
-    from guozhuang.lab import report, table
+    from guozhuang.lab import table
+
+    command = shlex.join(["guozhuang", *sys.argv[1:]])
+    try:
+        results, path = perform(namespace, Console(stderr=True), python_path, command)
+    except KeyboardInterrupt:
+        return 130
+    if namespace.json:
+        sys.stdout.write(to_json(results) + "\n")
+    else:
+        table.show(Console(), results, judge(results), path)
+    return 0 if any(row.ok for row in results.rows) else 1
+
+
+def perform(
+    namespace: argparse.Namespace, progress: Console, python_path: Sequence[str], command: str
+) -> tuple[Results, Path]:
+    """Perform a comparison: measure all strategies, and write the report.
+
+    What finished runs an interrupted comparison of the same things has left in the report's folder are not made again.
+
+    Args:
+        namespace: the parsed options.
+        progress: the console for the progress.
+        python_path: the folders that ``guozhuang run`` adds to the ranks' PYTHONPATH, relative to this package.
+        command: what the report shows as the command.
+
+    Returns:
+        The results, and the path of the report.
+
+    Raises:
+        UsageError: an option cannot work; nothing was started.
+        KeyboardInterrupt: a signal ended it; every process was ended, and the finished runs are kept.
+    """
+    from guozhuang.lab import report
 
     started, imported = time.monotonic(), set(sys.modules)
-    progress, printer = Console(stderr=True), Console()
+    unfinished = None
     try:
         with ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
             plan, details = plan_of(namespace, Path(scratch), progress)
             busy = busy_share()  # of other programs: measured before the comparison itself computes anything
-            num_runs = len(plan.names) * (plan.settings.num_rounds + (plan.timeline is not None))
+            machine = describe()
+            must_match = {**conditions(plan, details), **{name: str(each) for name, each in asdict(machine).items()}}
+            unfinished = Unfinished(plan.out / "unfinished", must_match, namespace.fresh)
             shutil.rmtree(plan.out / "logs", ignore_errors=True)  # remove the logs of an earlier comparison
             # Modules that loading the workload has imported; the warm parent imports them too.
             modules = [name for name in sys.modules if name not in imported and not name.startswith("torch.")]
-            with (
-                Runs(Path(scratch), plan.settings.threads_per_rank, modules, python_path) as runs,
-                Reporter(progress, num_runs) as reporter,
-            ):
-                rows, notes = _measure(plan, runs, reporter)
+            with Runs(Path(scratch), plan.settings.threads_per_rank, modules, python_path) as runs:
+                earlier_s, notes = _resumed(plan, unfinished, progress)
+                planned, forecast = _foresee(plan, unfinished, runs, progress)
+                with Reporter(progress, planned, forecast) as reporter:
+                    rows, more = _measure(plan, unfinished, runs, reporter)
     except KeyboardInterrupt:
-        progress.print("Interrupted: every process was ended, and nothing was written.")
-        return 130
+        num_kept = 0 if unfinished is None else len(unfinished)
+        if unfinished is not None and not num_kept:
+            unfinished.remove()
+        kept = f"{num_kept} finished run{'s' * (num_kept != 1)} will not be made again by the same command"
+        progress.print(f"Interrupted: every process was ended. {kept if num_kept else 'Nothing was written'}.")
+        raise
     results = Results(
         created=datetime.now(UTC).astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        command=shlex.join(["guozhuang", *sys.argv[1:]]),
-        workload=plan.workload,
+        command=command,
+        workload=workloads.title(plan.workload),
         workload_details=details,
         settings=replace(plan.settings, num_rounds=max((len(row.rounds) for row in rows), default=0) or 1),
-        machine=describe(),
+        machine=machine,
         rows=rows,
-        notes=(*notes_of(plan, busy), *notes),
-        duration_s=time.monotonic() - started,
+        notes=(*notes_of(plan, busy), *notes, *more),
+        duration_s=earlier_s + time.monotonic() - started,
     )
     path = report.write(results, plan.out)
-    if namespace.json:
-        sys.stdout.write(to_json(results) + "\n")
-    else:
-        table.show(printer, results, judge(results), path)
-    return 0 if any(row.ok for row in rows) else 1
+    unfinished.remove()
+    return results, path
+
+
+def _resumed(plan: ComparisonPlan, unfinished: Unfinished, progress: Console) -> tuple[float, list[str]]:
+    """Say which runs of an interrupted comparison count; return their seconds, and notes for the reader of the report."""
+    if unfinished.differs:
+        what = (
+            f"Finished runs in {unfinished.folder} do not count here and were removed: {'; '.join(unfinished.differs)}."
+        )
+        progress.print(what, highlight=False, soft_wrap=True, markup=False)
+    kept = [run for one, number in plan.runs() if (run := _kept(plan, unfinished, one, number)) is not None]
+    if not kept:
+        return 0.0, []
+    names = ", ".join(dict.fromkeys(run.name for run in kept))
+    what = f"Going on where a comparison was interrupted: {len(kept)} finished run(s) of {names} are not made again"
+    same = "workload, options, data, machine and versions are the same"
+    progress.print(f"{what}; {same}. --fresh begins anew.", highlight=False, soft_wrap=True, markup=False)
+    return sum(run.duration_s for run in kept), [f"{what.removesuffix(' again')} by this command, but before: {same}."]
+
+
+def _foresee(
+    plan: ComparisonPlan, unfinished: Unfinished, runs: Runs, progress: Console
+) -> tuple[list[PlannedRun], Forecast]:
+    """Say what will be run and how long that takes; return the runs that are still to be made, and the forecast for them."""
+    forecast, planned = Forecast(), list[PlannedRun]()
+    for contender, number in plan.runs():
+        kept = _kept(plan, unfinished, contender, number)
+        if kept is None:
+            planned.append(plan.run(contender, number))
+        elif kept.measured is not None:
+            forecast.note(plan.run(contender, number), kept.duration_s, kept.measured.phases.step_s)
+    settings, why = plan.settings, ""
+    if (len(planned) >= _FEW_RUNS or sum(run.num_steps for run in planned) >= _FEW_STEPS) and not len(unfinished):
+        why = _try(plan, forecast, runs)
+    if plan.is_short:
+        others = f"--all compares all {len(strategies.STRATEGIES)} strategies, --strategies others"
+        progress.print(f"Comparing {', '.join(plan.names)}, which suit this machine; {others}.", highlight=False)
+    steps = f"{settings.num_warmup_steps} + {settings.num_steps} steps"
+    what = f"{len(planned)} run{'s' * (len(planned) != 1)} of {steps} in up to {settings.num_rounds} round(s)"
+    most_s = forecast.seconds(planned)
+    if most_s is not None and planned:
+        least_s = most_s
+        if plan.may_stop_early:
+            least_s = forecast.seconds(run for run in planned if run.part != plan.part(settings.num_rounds)) or 0.0
+        what += f": about {about_span(least_s, most_s)}"
+    progress.print(f"{what}{why}.", highlight=False, soft_wrap=True)
+    return planned, forecast
+
+
+def _try(plan: ComparisonPlan, forecast: Forecast, runs: Runs) -> str:
+    """Make a few steps in one process, for the forecast; return a remark on them."""
+    spec = replace(_spec(plan, _SINGLE, "trial"), num_steps=_TRIAL_STEPS, num_warmup_steps=_TRIAL_STEPS)
+    began = time.monotonic()
+    outcome = runs.execute(spec, Path(spec.folder) / "log", lambda step: None)
+    if isinstance(outcome, RunFailure):
+        return f"; how long is not known yet, for a trial of single failed: {short(outcome.cause)}".removesuffix(".")
+    step_s = summarize_round(1, outcome).phases.step_s
+    trial = PlannedRun(_SINGLE.name, "trial", True, 2 * _TRIAL_STEPS)
+    forecast.note(trial, time.monotonic() - began - runs.opening_s, step_s)
+    return f"; a step of single took {units.duration(step_s)} in a trial"
+
+
+def _kept(plan: ComparisonPlan, unfinished: Unfinished, contender: Contender, number: int) -> FinishedRun | None:
+    """Return the finished run of a contender in a round (0: its timeline, which must still be there)."""
+    run = unfinished.find(contender, number, timeline=number == 0)
+    if run is None or number:
+        return run
+    return run if run.trace == str(plan.trace_file(contender).absolute()) and Path(run.trace).exists() else None
 
 
 @dataclass
@@ -111,20 +218,28 @@ class _Found:
     notes: list[str] = field(default_factory=list)
 
 
-def _measure(plan: ComparisonPlan, runs: Runs, reporter: Reporter) -> tuple[tuple[StrategyRow, ...], tuple[str, ...]]:
-    """Execute all runs; return a row per strategy, and notes for the reader of the report."""
+def _measure(
+    plan: ComparisonPlan, unfinished: Unfinished, runs: Runs, reporter: Reporter
+) -> tuple[tuple[StrategyRow, ...], tuple[str, ...]]:
+    """Execute all runs that are not finished; return a row per strategy, and notes for the reader of the report."""
     found = _Found({name: [] for name in plan.names})
     for number in range(1, plan.settings.num_rounds + 1):
-        _round(plan, number, found, runs, reporter)
+        for contender in plan.turn(number):
+            if contender.name not in found.failures:
+                _run_once(plan, contender, number, found, unfinished, runs, reporter)
+        if number == 1:
+            _compare_weights(plan, found, unfinished)
         if plan.may_stop_early and FEWEST_ROUNDS <= number < plan.settings.num_rounds and _is_settled(plan, found):
-            reporter.skip((plan.settings.num_rounds - number) * len(plan.names))
+            reporter.skip(lambda run: run.part != plan.part(0))
             found.notes.append(
                 f"{number} rounds were enough: no strategy's differ by more than {units.percent(SETTLED)}, and the fastest is "
                 f"further than that ahead of the next. --rounds {plan.settings.num_rounds} makes one more."
             )
             break
     if plan.timeline is not None:
-        _trace(plan, plan.timeline, found, runs, reporter)
+        for contender in plan.contenders:
+            if contender.name not in found.failures:
+                _trace(plan, contender, found, unfinished, runs, reporter)
     return tuple(_row(plan, one, found) for one in plan.contenders), tuple(found.notes)
 
 
@@ -135,51 +250,76 @@ def _is_settled(plan: ComparisonPlan, found: _Found) -> bool:
     return settled(speeds, [one.name for one in plan.contenders if one.entry.trains])
 
 
-def _round(plan: ComparisonPlan, number: int, found: _Found, runs: Runs, reporter: Reporter) -> None:
-    """Run each strategy once, except failed ones; in the first round, compare the final weights with those of ``single``."""
-    first = (number - 1) % len(plan.names)  # rotate the order, so that each strategy runs early, late and in between
-    weights: dict[str, Path] = {}
-    for contender in (*plan.contenders[first:], *plan.contenders[:first]):
-        name = contender.name
-        if name in found.failures:
-            reporter.skip()
-            continue
-        spec = _spec(plan, contender, "first" if number == 1 else "timing")
-        reporter.begin(f"round {number}/{plan.settings.num_rounds}, {name}", spec.num_warmup_steps + spec.num_steps)
-        outcome = _execute(plan, runs, spec, number, reporter)
-        if isinstance(outcome, RunFailure):
-            found.failures[name] = outcome
-            reporter.end(f"failed: {short(outcome.cause)}")
-            continue
-        found.rounds[name].append(summarize_round(number, outcome))
-        reporter.end(f"{units.rate(found.rounds[name][-1].samples_per_s)} samples/s")
-        if (kept := Path(spec.folder) / "weights.pt").exists():
-            weights[name] = kept
-    if "single" in weights:
-        others = {name: path for name, path in weights.items() if name != "single"}
-        found.differences.update({name: difference(weights["single"], path) for name, path in others.items()})
-    for path in weights.values():
-        path.unlink()
+def _run_once(
+    plan: ComparisonPlan,
+    contender: Contender,
+    number: int,
+    found: _Found,
+    unfinished: Unfinished,
+    runs: Runs,
+    reporter: Reporter,
+) -> None:
+    """Run a strategy in a round, unless that run was finished before an interruption."""
+    name, kept = contender.name, unfinished.find(contender, number)
+    if kept is not None and kept.measured is not None:
+        found.rounds[name].append(kept.measured)
+        return
+    spec = _spec(plan, contender, "first" if number == 1 else "timing")
+    reporter.begin(plan.run(contender, number))
+    began = time.monotonic()
+    outcome = _execute(plan, runs, spec, number, reporter)
+    if isinstance(outcome, RunFailure):
+        found.failures[name] = outcome
+        reporter.skip(lambda run: run.name == name)
+        reporter.end(f"failed: {short(outcome.cause)}")
+        return
+    measured = summarize_round(number, outcome)
+    weights = Path(spec.folder) / "weights.pt"
+    run = _finished(contender, number, time.monotonic() - began, measured, None)
+    unfinished.keep(run, weights if weights.exists() else None)
+    weights.unlink(missing_ok=True)
+    found.rounds[name].append(measured)
+    reporter.end(f"{units.rate(measured.samples_per_s)} samples/s", measured.phases.step_s)
 
 
-def _trace(plan: ComparisonPlan, path: Path, found: _Found, runs: Runs, reporter: Reporter) -> None:
-    """Run each strategy, except failed ones, once more to record its timeline."""
-    for contender in plan.contenders:
-        name = contender.name
-        if name in found.failures:
-            reporter.skip()
-            continue
-        spec = _spec(plan, contender, "timeline")
-        reporter.begin(f"timeline, {name}", spec.num_warmup_steps + spec.num_steps)
-        outcome = _execute(plan, runs, spec, plan.settings.num_rounds + 1, reporter)
-        if isinstance(outcome, RunFailure):
-            found.notes.append(f"There is no timeline of {name}: {short(outcome.cause)} (log: {outcome.log})")
-            reporter.end(f"no timeline: {short(outcome.cause)}")
-            continue
-        out = path if len(plan.names) == 1 else path.with_name(f"{path.stem}-{name}{path.suffix or '.json'}")
-        timeline.merge(sorted(Path(spec.folder).glob("timeline-*.json")), out)
-        found.traces[name] = str(out.absolute())
-        reporter.end(str(out))
+def _finished(
+    one: Contender, number: int, duration_s: float, measured: MeasuredRound | None, trace: str | None
+) -> FinishedRun:
+    return FinishedRun(one.name, one.strategy, one.backend, one.num_groups, number, duration_s, measured, trace)
+
+
+def _compare_weights(plan: ComparisonPlan, found: _Found, unfinished: Unfinished) -> None:
+    """Compare the weights that the strategies ended the first round with to those of ``single``."""
+    found.differences.update(unfinished.differences())
+    reference = unfinished.weights("single")
+    for name in plan.names:
+        weights = unfinished.weights(name)
+        if name != "single" and reference.exists() and weights.exists():
+            found.differences[name] = difference(reference, weights)
+    unfinished.keep_differences(found.differences, but="single")
+
+
+def _trace(
+    plan: ComparisonPlan, contender: Contender, found: _Found, unfinished: Unfinished, runs: Runs, reporter: Reporter
+) -> None:
+    """Run a strategy once more to record its timeline, unless that is there already."""
+    name, kept = contender.name, _kept(plan, unfinished, contender, 0)
+    if kept is not None and kept.trace is not None:
+        found.traces[name] = kept.trace
+        return
+    spec = _spec(plan, contender, "timeline")
+    reporter.begin(plan.run(contender, 0))
+    began = time.monotonic()
+    outcome = _execute(plan, runs, spec, plan.settings.num_rounds + 1, reporter)
+    if isinstance(outcome, RunFailure):
+        found.notes.append(f"There is no timeline of {name}: {short(outcome.cause)} (log: {outcome.log})")
+        reporter.end(f"no timeline: {short(outcome.cause)}")
+        return
+    out = plan.trace_file(contender)
+    timeline.merge(sorted(Path(spec.folder).glob("timeline-*.json")), out)
+    found.traces[name] = str(out.absolute())
+    unfinished.keep(_finished(contender, 0, time.monotonic() - began, None, found.traces[name]))
+    reporter.end(str(out))
 
 
 def _spec(plan: ComparisonPlan, contender: Contender, purpose: str) -> RunSpec:
@@ -196,7 +336,7 @@ def _spec(plan: ComparisonPlan, contender: Contender, purpose: str) -> RunSpec:
         num_ranks=settings.num_ranks,
         num_threads=cores if contender.entry.one_process else settings.threads_per_rank,
         num_cores=cores,
-        num_steps=min(settings.num_steps, _TIMELINE_STEPS) if purpose == "timeline" else settings.num_steps,
+        num_steps=min(settings.num_steps, TIMELINE_STEPS) if purpose == "timeline" else settings.num_steps,
         num_warmup_steps=settings.num_warmup_steps,
         seed=settings.seed,
         timeout_s=plan.timeout_s,
@@ -264,78 +404,3 @@ def _version() -> str:
         return metadata.version("guozhuang")
     except metadata.PackageNotFoundError:
         return "not installed (run from its sources)"
-
-
-class Reporter:
-    """Shows on the console which run of the comparison is under way, its progress and its speed; a context manager.
-
-    Args:
-        console: a rich console; on a terminal a bar is drawn twice a second, rarely enough not to disturb the measurement.
-        num_runs: the number of runs of the comparison.
-    """
-
-    def __init__(self, console: Console, num_runs: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._console = console
-        self._num_runs = num_runs
-        self._done = 0
-        self._label = ""
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeElapsedColumn(),
-            console=console,
-            refresh_per_second=2,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None, rate="", visible=False)
-        self._num_steps = 0
-        self._first: tuple[int, float] | None = None  # the first step that ``tick`` reported in this run, and its time
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def begin(self, label: str, num_steps: int) -> None:
-        """Show that a run with this label and number of steps begins."""
-        self._label = f"[{self._done + 1}/{self._num_runs}] {label}"
-        self._num_steps, self._first = num_steps, None
-        shown = self._label.replace("[", r"\[")
-        self._bar.reset(self._task, total=num_steps, description=shown, rate="starting", visible=True)
-
-    def skip(self, num_runs: int = 1) -> None:
-        """Reduce the shown total by this many runs, which will not be made."""
-        self._num_runs -= num_runs
-
-    def tick(self, step: int) -> None:
-        """Show that the current run has done ``step`` steps, and how fast."""
-        now = time.monotonic()
-        if step == 0:
-            return
-        if self._first is None:
-            self._first = (step, now)
-        first_step, first_at = self._first
-        if step >= self._num_steps:
-            rate = "ending"
-        else:
-            rate = (
-                f"{units.rate((step - first_step) / (now - first_at))} steps/s" if step > first_step else "first steps"
-            )
-        self._bar.update(self._task, completed=step, rate=rate)
-
-    def end(self, outcome: str) -> None:
-        """Print the outcome of the current run, as a line that stays on the terminal."""
-        from rich.text import Text
-
-        self._done += 1
-        self._bar.update(self._task, visible=False)
-        self._console.print(Text(f"{self._label}: {outcome}"), soft_wrap=True, highlight=False)

@@ -74,5 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--timeline", type=Path, metavar="FILE", help="also trace one short run of each; FILE-strategy.json"
     )
+    out.add_argument(
+        "--fresh", action="store_true", help="make all runs, also those that an interrupted comparison has finished"
+    )
     out.add_argument("--json", action="store_true", help="print results.json in place of the tables")
     add_workload_arguments(parser)

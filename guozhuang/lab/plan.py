@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,13 @@ from guozhuang import strategies, units, workloads
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab.contender import Contender, contenders, short_set
 from guozhuang.lab.options import DEFAULT_ROUNDS, DEFAULT_STEPS
+from guozhuang.lab.progress import PlannedRun
 from guozhuang.lab.results import ComparisonSettings
 from guozhuang.world.devices import SHARED_MEMORY, backend_of_cpu_ranks
 from guozhuang.world.machine import usable_cores
 
 FEWEST_ROUNDS = 2
+TIMELINE_STEPS = 10
 
 _BUSY = 0.2  # if other programs use more than this share of the cores, the report warns; an idle desktop stays below
 
@@ -38,6 +42,7 @@ class ComparisonPlan:
         out: the folder of the report.
         timeline: the file for traces; None to write none.
         may_stop_early: whether the number of rounds was left open; see ``verdict.settled``.
+        is_short: whether the strategies were left open, so that they are a short set that suits the machine.
     """
 
     contenders: tuple[Contender, ...]
@@ -50,11 +55,40 @@ class ComparisonPlan:
     out: Path
     timeline: Path | None
     may_stop_early: bool = False
+    is_short: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the rows, in the order of the table."""
         return tuple(one.name for one in self.contenders)
+
+    def turn(self, number: int) -> tuple[Contender, ...]:
+        """Return the contenders in the order of a round, from 1; it rotates, so that each runs early, late and in between."""
+        first = (number - 1) % len(self.contenders)
+        return (*self.contenders[first:], *self.contenders[:first])
+
+    def part(self, number: int) -> str:
+        """Return the name of a round; that of the timelines for 0."""
+        return f"round {number}/{self.settings.num_rounds}" if number else "timeline"
+
+    def run(self, contender: Contender, number: int) -> PlannedRun:
+        """Return the run of a contender in a round, or for number 0 that of its timeline."""
+        num_steps = self.settings.num_steps if number else min(self.settings.num_steps, TIMELINE_STEPS)
+        return PlannedRun(contender.name, self.part(number), number == 1, self.settings.num_warmup_steps + num_steps)
+
+    def runs(self) -> Iterator[tuple[Contender, int]]:
+        """Yield the contender and the round's number (0: timeline) of every run, in the order in which they are made."""
+        for number in range(1, self.settings.num_rounds + 1):
+            yield from ((one, number) for one in self.turn(number))
+        if self.timeline is not None:
+            yield from ((one, 0) for one in self.contenders)
+
+    def trace_file(self, contender: Contender) -> Path:
+        """Return the file for a contender's timeline; there must be ``timeline``."""
+        assert self.timeline is not None
+        suffix = self.timeline.suffix or ".json"
+        one = len(self.contenders) == 1
+        return self.timeline if one else self.timeline.with_name(f"{self.timeline.stem}-{contender.name}{suffix}")
 
 
 def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple[ComparisonPlan, dict[str, Any]]:
@@ -148,8 +182,31 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         out,
         namespace.timeline,
         namespace.rounds is None,
+        namespace.strategies is None and not namespace.all,
     )
     return plan, dict(workload.details)
+
+
+def conditions(plan: ComparisonPlan, details: Mapping[str, Any]) -> dict[str, str]:
+    """Return what must be the same for finished runs of an interrupted comparison to count in this one, by its name.
+
+    Rounds and strategies may be others: each run of a strategy stands for itself.
+    """
+    settings = plan.settings
+    return {
+        "workload": workloads.title(plan.workload),
+        **{f"workload option {name}": json.dumps(value) for name, value in plan.options.items()},
+        **{f"workload's {name}": str(value) for name, value in details.items()},
+        **{f"file {name}": state for name, state in workloads.origin(plan.workload, plan.options).items()},
+        "ranks": str(settings.num_ranks),
+        "steps": str(settings.num_steps),
+        "warm-up steps": str(settings.num_warmup_steps),
+        "seed": str(settings.seed),
+        "threads per rank": str(settings.threads_per_rank),
+        "batch size": str(settings.batch_size),
+        "training samples": str(settings.dataset_size),
+        "device": plan.device or "chosen",
+    }
 
 
 def _names(namespace: argparse.Namespace, on_cpu: bool) -> str:

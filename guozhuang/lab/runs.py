@@ -9,6 +9,7 @@ import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -39,6 +40,8 @@ def ended_by_signals() -> Iterator[None]:
         raise KeyboardInterrupt
 
     kinds: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGHUP)
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        kinds = ()
     before = [signal.signal(kind, interrupt) for kind in kinds]
     try:
         yield
@@ -56,7 +59,12 @@ class Runs:
         threads_per_rank: compute threads of a rank.
         modules: the modules that the workload needs.
         python_path: the folders that ``guozhuang run`` adds to the ranks' PYTHONPATH.
+
+    Attributes:
+        opening_s: the seconds that the imports of the warm parent took, in which the first run waited.
     """
+
+    opening_s = 0.0
 
     def __init__(self, folder: Path, threads_per_rank: int, modules: Sequence[str], python_path: Sequence[str]) -> None:
         self._folder, self._modules = folder, modules
@@ -105,9 +113,11 @@ class Runs:
         return RunFailure(cause, str(log), 0)
 
     def _open(self) -> Crew:
+        began = time.monotonic()
         self._crew = crew = Crew(str(self._folder))
         modules = [*self._modules, "guozhuang.lab.worker", "guozhuang.launch.local_run"]
         crew.warm_up([sys.executable, "-u", "-m", "guozhuang"], self._environ, modules, _IMPORT_S)
+        self.opening_s = time.monotonic() - began
         return crew
 
 

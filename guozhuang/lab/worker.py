@@ -34,8 +34,8 @@ from guozhuang.timeline import Timeline
 from guozhuang.workloads import Workload, load
 
 #: Purposes of a run. ``first``: a run of the first round, which also saves the weights and evaluates the model. ``timing``:
-#: measure only. ``timeline``: write a trace instead of measuring.
-PURPOSES = ("first", "timing", "timeline")
+#: measure only. ``timeline``: write a trace instead of measuring. ``trial``: as ``timing``, for an estimate.
+PURPOSES = ("first", "timing", "timeline", "trial")
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from guozhuang.workloads.base import Workload
-    from guozhuang.workloads.named import WORKLOADS, load, options_from
+    from guozhuang.workloads.named import WORKLOADS, load, options_from, origin, title
 
-__all__ = ["WORKLOADS", "Workload", "load", "options_from"]
+__all__ = ["WORKLOADS", "Workload", "load", "options_from", "origin", "title"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import inspect
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +20,8 @@ from guozhuang.workloads import bert, options, synthetic, text
 from guozhuang.workloads.arguments import OPTIONS
 from guozhuang.workloads.base import Workload
 
+_PICKLE = ".pickle"
+
 WORKLOADS: Mapping[str, Callable[[Mapping[str, Any], Path | None], Workload]] = MappingProxyType(
     {"text": text.load, "synthetic": synthetic.load}
 )
@@ -28,7 +32,7 @@ def load(name: str, given: Mapping[str, Any] | None = None, cache_dir: Path | No
     """Build the named workload. Every process must call this with equal arguments, and gets an equal one; none communicates.
 
     Args:
-        name: text, synthetic, or ``module:function``.
+        name: text, synthetic, ``module:function``, or a ``.pickle`` file of a function that cloudpickle has written.
         given: options of the workload, as ``options_from`` returns them.
         cache_dir: folder for tokenised data, so that only the first process tokenises; None: data is kept in memory.
 
@@ -38,11 +42,35 @@ def load(name: str, given: Mapping[str, Any] | None = None, cache_dir: Path | No
     given = {} if given is None else given
     if name in WORKLOADS:
         return WORKLOADS[name](given, cache_dir)
-    if ":" in name:
+    if ":" in name or name.endswith(_PICKLE):
         return _users(name, given)
     raise UsageError(
         explain("no such workload", value=name, fix=f"use {', '.join(WORKLOADS)}, or module:function for your own")
     )
+
+
+def title(name: str) -> str:
+    """Return what a workload is called for readers: the name, or that of the function in a ``.pickle`` file."""
+    return Path(name).stem if name.endswith(_PICKLE) else name
+
+
+def origin(name: str, given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the state of the files that a workload is read from, by path, to notice that one has changed.
+
+    Those are the data and the checkpoint of a built-in one, and the file in which your own function is defined.
+    """
+    if name in WORKLOADS:
+        paths = [
+            Path(str(given[key])) for key in ("data", "eval_data", "model") if given.get(key) not in (None, *bert.SIZES)
+        ]
+        files = [path for each in paths for path in (sorted(each.iterdir()) if each.is_dir() else [each])]
+        return {str(path): f"{path.stat().st_size} bytes of {path.stat().st_mtime_ns}" for path in files}
+    try:
+        function = inspect.unwrap(_find(name))
+        source = inspect.getsource(function) if name.endswith(_PICKLE) else Path(inspect.getfile(function)).read_text()
+    except (OSError, TypeError):  # written in C, or typed into an interpreter
+        return {}
+    return {f"of {title(name)}": hashlib.sha256(source.encode()).hexdigest()[:12]}
 
 
 def options_from(name: str, namespace: argparse.Namespace) -> dict[str, Any]:
@@ -149,6 +177,9 @@ def _failed(what: str, error: Exception) -> str:
 
 
 def _find(name: str) -> Callable[..., Any]:
+    if name.endswith(_PICKLE):
+        found: Callable[..., Any] = pickle.loads(Path(name).read_bytes())
+        return found
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise UsageError(explain("a workload of your own is named module:function", value=name, fix="give both names"))
@@ -182,5 +213,5 @@ def _find(name: str) -> Callable[..., Any]:
                 fix=f"use one of: {', '.join(there)}" if there else "define it there",
             )
         )
-    found: Callable[..., Any] = function
+    found = function
     return found

@@ -149,3 +149,45 @@ def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: signal
     assert _processes_of(str(scratch)) == []
     assert [path for path in scratch.iterdir() if not path.name.startswith("torchinductor")] == []  # torch's own cache
     assert not (tmp_path / "report" / "results.json").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """It is killed with -9 while ddp hangs; the same command then makes only what was not finished."""
+    out, scratch, calm = tmp_path / "report", tmp_path / "scratch", tmp_path / "calm"
+    scratch.mkdir()
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import replace\nfrom pathlib import Path\nfrom tests.processes import tiny_workload\n"
+        f"def make(options):\n    hang = {{}} if Path({str(calm)!r}).exists() else {{'hang': '4'}}\n"
+        "    return replace(tiny_workload.make(hang), details={})\n"
+    )
+    arguments = _arguments(out, "--strategies", "single,ddp,none", "--steps", "6")
+    arguments[1] = "own:make"
+    command = [sys.executable, "-m", "guozhuang", "compare", *arguments]
+    environ = {**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(scratch.glob("guozhuang-*/ddp-*/pid-*"))) < 2:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        _, said = process.communicate()
+    assert "single: " in said
+    deadline = time.monotonic() + 20
+    while _processes_of(str(scratch)):
+        assert time.monotonic() < deadline, "ranks of a killed comparison are left"
+        time.sleep(0.2)
+    assert {path.name for path in (out / "unfinished").iterdir()} == {
+        "comparison.json", "run-round1-single.json", "weights-single.pt",
+    }  # fmt: skip
+    calm.touch()
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "1 finished run(s) of single are not made again" in done.stderr and "round 1/1, single" not in done.stderr
+    results = from_json((out / "results.json").read_text())
+    assert [row.ok for row in results.rows] == [True] * 3
+    ddp = results.row("ddp")
+    assert ddp is not None and ddp.difference is not None and ddp.difference.relative < 1e-5
+    assert not (out / "unfinished").exists()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from guozhuang.lab import compare, options
+from guozhuang.lab.progress import Forecast, PlannedRun, about, about_span
 from guozhuang.lab.results import RankRecord, Results, RunFailure, from_json
 from guozhuang.lab.runs import Runs
 from guozhuang.lab.worker import RunSpec
@@ -19,7 +22,7 @@ Play = Callable[[RunSpec], tuple[RankRecord, ...] | RunFailure]
 def _run(monkeypatch: pytest.MonkeyPatch, out: Path, play: Play, *arguments: str) -> tuple[int, Results]:
     def execute(_: Runs, spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:
         log.write_text(f"the log of {spec.strategy}")
-        return play(spec)
+        return _well(spec) if spec.purpose == "trial" else play(spec)
 
     monkeypatch.setattr(Runs, "execute", execute)
     monkeypatch.setattr(compare, "busy_share", lambda: 0.9)
@@ -120,3 +123,103 @@ def test_json_goes_to_standard_output_alone(
 ) -> None:
     _, results = _run(monkeypatch, tmp_path, _well, "--strategies", "single", "--rounds", "1", "--json")
     assert from_json(capsys.readouterr().out) == results
+
+
+class _Interrupted:
+    """Plays runs until a number of them are made, then interrupts the comparison."""
+
+    def __init__(self, num_runs: int, out: Path) -> None:
+        self.num_runs, self.out, self.seen = num_runs, out, list[tuple[str, str]]()
+
+    def __call__(self, spec: RunSpec) -> tuple[RankRecord, ...] | RunFailure:
+        if len(self.seen) == self.num_runs:
+            raise KeyboardInterrupt
+        self.seen.append((spec.strategy, spec.purpose))
+        if spec.purpose == "first":
+            torch.save({"w": torch.tensor([float(len(spec.strategy))])}, Path(spec.folder) / "weights.pt")
+        return _well(spec)
+
+
+ALL_RUNS = [
+    ("single", "first"),
+    ("ddp", "first"),
+    ("none", "first"),
+    ("ddp", "timing"),
+    ("none", "timing"),
+    ("single", "timing"),
+]
+COMPARED = ("--strategies", "single,ddp,none", "--rounds", "2")
+
+
+@pytest.mark.parametrize("num_runs", [0, 2, 4])
+def test_an_interrupted_comparison_goes_on_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_runs: int
+) -> None:
+    begun, rest = _Interrupted(num_runs, tmp_path), _Interrupted(99, tmp_path)
+    with pytest.raises(FileNotFoundError):  # there is no results.json
+        _run(monkeypatch, tmp_path, begun, *COMPARED)
+    said = capsys.readouterr().err
+    assert ("Nothing was written" if num_runs == 0 else f"{num_runs} finished run") in said
+    assert (tmp_path / "unfinished").exists() is (num_runs > 0)
+    code, results = _run(monkeypatch, tmp_path, rest, *COMPARED)
+    said = " ".join(capsys.readouterr().err.split())
+    assert code == 0 and begun.seen + rest.seen == ALL_RUNS
+    assert (f"{num_runs} finished run(s) of single" in said) is (num_runs > 0)
+    assert any("not made by this command, but before" in note for note in results.notes) is (num_runs > 0)
+    assert [(row.name, len(row.rounds)) for row in results.rows] == [("single", 2), ("ddp", 2), ("none", 2)]
+    assert [row.difference.largest for row in results.rows if row.difference] == [3.0, 2.0]  # of the lengths of names
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"report.html", "results.json", "speed.png", "step.png", "loss.png"}
+
+
+def test_what_must_match_is_compared_and_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted_after(num_runs: int, *more: str) -> tuple[list[tuple[str, str]], str]:
+        play = _Interrupted(num_runs, tmp_path)
+        (tmp_path / "results.json").unlink(missing_ok=True)
+        with pytest.raises(FileNotFoundError):
+            _run(monkeypatch, tmp_path, play, *COMPARED, *more)
+        return play.seen, " ".join(capsys.readouterr().err.split())
+
+    interrupted_after(2)
+    seen, said = interrupted_after(1, "--steps", "7", "--option", "a=1")
+    assert seen == ALL_RUNS[:1]
+    assert "do not count here and were removed" in said and "steps was 50, is 7" in said
+    assert "workload option a was not set, is" in said
+    # A failed run is made again, more rounds and other strategies are added to what is there, damage is not trusted.
+    _, results = _run(
+        monkeypatch, tmp_path, lambda spec: RunFailure("no", "", 0), *COMPARED, "--steps", "7", "--option", "a=1"
+    )
+    assert [row.ok for row in results.rows] == [False] * 3 and "--fresh" in capsys.readouterr().err
+    interrupted_after(3)
+    (tmp_path / "unfinished" / "run-round1-ddp.json").write_text("{")
+    play = _Interrupted(99, tmp_path)
+    _, results = _run(monkeypatch, tmp_path, play, "--strategies", "none,single,ddp,dp", "--rounds", "1")
+    assert play.seen == [("ddp", "first"), ("dp", "first")] and all(row.ok for row in results.rows)
+    interrupted_after(3)
+    seen, said = interrupted_after(1, "--fresh")
+    assert seen == ALL_RUNS[:1] and "Going on" not in said
+
+
+def test_how_long_it_takes_is_said_before_and_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run(monkeypatch, tmp_path, _well, "--device", "cpu")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "which suit this machine; --all compares all" in said
+    assert re.search(r"18 runs of 5 \+ 50 steps in up to 3 round\(s\): about [\d a-z]+; a step of single took", said)
+    assert re.search(r"\[1/18\] round 1/3, single: 100 samples/s, about \d+ \w+ left", said)
+
+
+def test_a_forecast_learns_from_runs() -> None:
+    forecast = Forecast()
+    first, later = PlannedRun("ddp", "round 1/3", True, 100), PlannedRun("ddp", "round 2/3", False, 100)
+    other = PlannedRun("none", "round 1/3", True, 10)
+    assert forecast.seconds([first]) is None
+    forecast.note(first, duration_s=15.0, step_s=0.1)  # 5 s besides its steps
+    assert forecast.seconds([later]) == pytest.approx(15.0) and forecast.seconds([other]) == pytest.approx(6.0)
+    forecast.note(later, duration_s=12.0, step_s=0.11)
+    assert forecast.seconds([later, later]) == pytest.approx(24.0) and forecast.seconds([first]) == pytest.approx(15.0)
+    assert [about(s) for s in (1, 62, 100, 3500, 4000, 7000)] == ["5 s", "60 s", "2 min", "58 min", "1 h 10 min", "2 h"]
+    assert [about_span(*s) for s in ((10, 20), (80, 200), (300, 310))] == ["10 to 20 s", "80 s to 3 min", "5 min"]

@@ -1,0 +1,136 @@
+"""Keeps the finished runs of a comparison until all are made, so that one that was interrupted goes on where it stopped.
+
+In the folder ``unfinished`` of the report: ``comparison.json`` says what must be the same for a run to count, and each finished
+run is a file. Every file appears complete or not at all, so the comparison may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from guozhuang import records
+from guozhuang.errors import UsageError
+from guozhuang.lab.contender import Contender
+from guozhuang.lab.results import Difference, MeasuredRound
+
+_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that has ended well: a round's measurements, or a timeline.
+
+    Attributes:
+        name: the name of the row; ``strategy``, ``backend`` and ``num_groups`` as in ``Contender``.
+        number: the number of the round, from 1; 0 for a timeline.
+        duration_s: how long the run took, start and evaluation included.
+        measured: the measurements; None for a timeline.
+        trace: the path of the timeline; None for a round.
+        schema_version: the form of the file.
+    """
+
+    name: str
+    strategy: str
+    backend: str | None
+    num_groups: int
+    number: int
+    duration_s: float
+    measured: MeasuredRound | None
+    trace: str | None = None
+    schema_version: int = _SCHEMA_VERSION
+
+
+class Unfinished:
+    """The finished runs of a comparison in a folder.
+
+    Args:
+        folder: created if missing.
+        must_match: what must be the same for a finished run to count in this comparison, by its name for the user.
+        is_fresh: whether to remove what an earlier comparison left.
+
+    Attributes:
+        differs: what is not the same as in the comparison that left runs here, as "steps was 50, is 100"; those were removed.
+        num_found: how many finished runs there are.
+    """
+
+    def __init__(self, folder: Path, must_match: Mapping[str, str], is_fresh: bool) -> None:
+        self.folder = folder
+        before = self._read() if not is_fresh else {}
+        self.differs = tuple(
+            f"{key} was {before.get(key, 'not set')}, is {must_match.get(key, 'not set')}"
+            for key in (dict.fromkeys([*must_match, *before]) if before else ())
+            if before.get(key) != must_match.get(key)
+        )
+        if self.differs or not before:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        records.write_text(folder / "comparison.json", records.to_json({"must_match": dict(must_match)}))
+        self._runs = {
+            (run.name, run.number, run.measured is None): run
+            for run in map(_run_of, folder.glob("run-*.json"))
+            if run is not None
+        }
+        self.num_found = len(self._runs)
+
+    def find(self, contender: Contender, number: int, *, timeline: bool = False) -> FinishedRun | None:
+        """Return the finished run of this round, or the timeline, if it was made with the same settings of the row."""
+        run = self._runs.get((contender.name, number, timeline))
+        same = (contender.strategy, contender.backend, contender.num_groups)
+        return run if run is not None and (run.strategy, run.backend, run.num_groups) == same else None
+
+    def keep(self, run: FinishedRun, weights: Path | None = None) -> None:
+        """Keep a finished run, and before it the file of weights that belongs to it."""
+        if weights is not None:
+            copy = self.weights(run.name).with_suffix(".part")
+            shutil.copyfile(weights, copy)
+            os.replace(copy, self.weights(run.name))
+        kind = "timeline" if run.measured is None else f"round{run.number}"
+        records.write_text(self.folder / f"run-{kind}-{run.name}.json", records.to_json(asdict(run)))
+        self._runs[run.name, run.number, run.measured is None] = run
+
+    def weights(self, name: str) -> Path:
+        """Return the path of the weights that a row's first round ended with; no such file if there are none."""
+        return self.folder / f"weights-{name}.pt"
+
+    def differences(self) -> dict[str, Difference]:
+        """Return the differences of weights that were kept, by the names of rows."""
+        path = self.folder / "differences.json"
+        if not path.exists():
+            return {}
+        found = json.loads(path.read_text())
+        return {name: records.build(Difference, each) for name, each in found.items()}
+
+    def keep_differences(self, found: Mapping[str, Difference], but: str) -> None:
+        """Keep the differences of weights, and remove the weights but those of one row, to which later ones are compared."""
+        document = {name: asdict(each) for name, each in found.items()}
+        records.write_text(self.folder / "differences.json", records.to_json(document))
+        for path in self.folder.glob("weights-*.pt"):
+            if path != self.weights(but):
+                path.unlink()
+
+    def remove(self) -> None:
+        """Remove the folder: the comparison has ended, or nothing was finished."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            found = json.loads((self.folder / "comparison.json").read_text())["must_match"]
+            return {str(key): str(value) for key, value in found.items()}
+        except (OSError, ValueError, KeyError, AttributeError):
+            return {}
+
+
+def _run_of(path: Path) -> FinishedRun | None:
+    """Return the run that a file holds; None for one that another version wrote."""
+    try:
+        return records.from_json(FinishedRun, path.read_text(), _SCHEMA_VERSION, path.name, "")
+    except UsageError:
+        return None
