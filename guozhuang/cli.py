@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from guozhuang.errors import UsageError, WorldError, explain
@@ -168,6 +169,37 @@ def _check(arguments: Sequence[str]) -> int:
     return command.execute(found)
 
 
+def _checkpoint_parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="guozhuang checkpoint",
+        description="Look into the checkpoints that gz.save and `run --checkpoint` have saved.",
+    )
+    actions = made.add_subparsers(title="actions", dest="action", required=True, metavar="ACTION")
+    for name, does in (
+        ("list", "list the checkpoints of a folder, the newest first"),
+        ("show", "show what the newest whole one holds"),
+        ("verify", "read everything and compare it with its hashes; exit code 1 if something differs"),
+        ("export", "write the plain model of the newest whole one to a file"),
+    ):
+        action = actions.add_parser(name, help=does)
+        action.add_argument(
+            "path", type=Path, metavar="DIR", help="the DIR of --checkpoint, or one folder step-N in it"
+        )
+        if name == "show":
+            action.add_argument("--tensors", action="store_true", help="list each parameter too")
+        if name == "export":
+            action.add_argument("output", metavar="FILE", help="FILE.safetensors, or FILE.pt for torch.load")
+            action.add_argument("--model", type=int, default=0, metavar="N", help="which prepared model (default: 0)")
+    return made
+
+
+def _checkpoint(arguments: Sequence[str]) -> int:
+    found = _suggesting(_checkpoint_parser()).parse_args(list(arguments))
+    from guozhuang.checkpoint import command
+
+    return command.execute(found)
+
+
 def _completion_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="guozhuang completion",
@@ -196,5 +228,6 @@ COMMANDS = {
     "run": Command("start the ranks of a training script (takes torchrun's options)", _run_parser, _run),
     "check": Command("measure links and compare hosts, and say what is wrong", _check_parser, _check),
     "compare": Command("train the same workload under several strategies, side by side", _compare_parser, _compare),
+    "checkpoint": Command("list, show, verify and export checkpoints", _checkpoint_parser, _checkpoint),
     "completion": Command("print what lets bash or zsh complete this command line", _completion_parser, _completion),
 }

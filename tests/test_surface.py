@@ -40,7 +40,7 @@ NAMES = {
     "shutdown",
     "unwrap",
 }
-COMMANDS = {"check", "compare", "completion", "run"}
+COMMANDS = {"check", "checkpoint", "compare", "completion", "run"}
 SSH_OPTIONS = {
     "-H",
     "-x",

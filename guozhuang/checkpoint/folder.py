@@ -125,6 +125,11 @@ class CheckpointFolder:
             shutil.rmtree(leaving, ignore_errors=True)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether a path has the name of one checkpoint."""
+    return _STEP.fullmatch(path.name) is not None
+
+
 def manifest_of(checkpoint: Path, step: int | None = None) -> dict[str, Any]:
     """Read the manifest of a checkpoint.
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.checkpoint.files import broken
-from guozhuang.checkpoint.folder import CheckpointFolder, manifest_of, parts_of, read_part
+from guozhuang.checkpoint.folder import CheckpointFolder, is_checkpoint, manifest_of, parts_of, read_part
 from guozhuang.checkpoint.saver import Board, Saver
 from guozhuang.checkpoint.schedule import SaveTimes
 from guozhuang.checkpoint.state import Flat, TrainingState, Values, place
@@ -60,7 +60,7 @@ class _Saving:
     watched: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
-_session = _Saving()
+_saving = _Saving()
 
 
 def keep(**values: Any) -> Values:
@@ -84,8 +84,8 @@ def keep(**values: Any) -> Values:
             Flat.of(value, name)  # raises now, and not at the first save
         if isinstance(value, torch.optim.Optimizer):
             value.register_step_post_hook(registry.stepped)
-        setattr(_session.state.values, name, value)
-    return _session.state.values
+        setattr(_saving.state.values, name, value)
+    return _saving.state.values
 
 
 def epochs(num_epochs: int) -> Iterator[int]:
@@ -103,8 +103,8 @@ def epochs(num_epochs: int) -> Iterator[int]:
         UsageError: the checkpoint does not fit the model, the optimizer or the dataset.
     """
     begin()
-    state, loop = _session.state, _session.num_loops
-    _session.num_loops += 1
+    state, loop = _saving.state, _saving.num_loops
+    _saving.num_loops += 1
     state.epochs += [0] * (loop + 1 - len(state.epochs))
     last_saved = state.step
     for epoch in range(state.epochs[loop], num_epochs):
@@ -112,8 +112,8 @@ def epochs(num_epochs: int) -> Iterator[int]:
         yield epoch
         state.epochs[loop] = epoch + 1
         registry.pause()
-    if _session.folder is not None and state.step > last_saved:
-        save(_session.folder)
+    if _saving.folder is not None and state.step > last_saved:
+        save(_saving.folder)
 
 
 def save(folder: str | os.PathLike[str], *, wait: bool = True) -> None:
@@ -136,7 +136,7 @@ def save(folder: str | os.PathLike[str], *, wait: bool = True) -> None:
     saver = _saver(Path(os.path.abspath(folder)))
     saver.wait()
     saver.outcome()
-    state = _session.state
+    state = _saving.state
     if registry.has_stepped:  # the step of this batch is complete, and its pause is still to come
         state.step += 1
         try:
@@ -172,11 +172,11 @@ def restore(folder: str | os.PathLike[str]) -> int | None:
     path = Path(os.path.abspath(folder))
     found = CheckpointFolder(path)
     rank, _ = place()
-    if path.name.startswith("step-") and path.name[5:].isdecimal():
+    if is_checkpoint(path):
         found, steps = CheckpointFolder(path.parent), [int(path.name[5:])]
     else:
         steps = _steps_of_first(found)
-    _session.is_restored = True
+    _saving.is_restored = True
     reasons = []
     for step in steps:
         checkpoint = found.of(step)
@@ -233,7 +233,7 @@ def _read(checkpoint: Path) -> tuple[tuple[Any, Any, dict[str, Any]] | None, str
 
 def _apply(checkpoint: Path, shared: Any, own: Any, manifest: dict[str, Any]) -> None:
     """Restore a whole checkpoint on all ranks, or on none."""
-    state, (rank, _) = _session.state, place()
+    state, (rank, _) = _saving.state, place()
     failure = ""
     try:
         state.check(shared, own)
@@ -258,23 +258,23 @@ def begin() -> None:
     """Restore the checkpoint that ``guozhuang run --checkpoint`` names, once, and save to it from now on. Collective."""
     begin_session()
     asked = requested_checkpoint()
-    if _session.has_begun:
+    if _saving.has_begun:
         return
-    _session.has_begun = True
+    _saving.has_begun = True
     if asked is None:
         return
-    _session.folder = Path(asked.folder)
+    _saving.folder = Path(asked.folder)
     failure = ""
     if place()[0] == 0:
         try:
-            _lock_folder(_session.folder)
+            _lock_folder(_saving.folder)
         except UsageError as error:
             failure = str(error)
     if failure := _of_all(failure)[0]:
         raise UsageError(failure)
-    if not _session.is_restored:
-        restore(_session.folder)
-    _session.schedule = SaveTimes(asked.every_steps, asked.every_s, _saver(_session.folder).board, _limit_s())
+    if not _saving.is_restored:
+        restore(_saving.folder)
+    _saving.schedule = SaveTimes(asked.every_steps, asked.every_s, _saver(_saving.folder).board, _limit_s())
 
 
 def begin_session() -> None:
@@ -288,38 +288,38 @@ def begin_session() -> None:
 
 
 def _on_pause() -> None:
-    state = _session.state
+    state = _saving.state
     state.step += 1
-    for saver in _session.savers.values():
+    for saver in _saving.savers.values():
         saver.outcome()
-    if requested_checkpoint() is not None and not _session.has_begun:
+    if requested_checkpoint() is not None and not _saving.has_begun:
         what = "a checkpoint was asked for, and the script began to train without looking for the last one"
         fix = "write `for epoch in gz.epochs(n)` in place of `range(n)`, after everything was prepared"
         raise UsageError(explain(what, value="--checkpoint", fix=fix))
-    if _session.schedule is not None and _session.folder is not None and _session.schedule.is_due(state.step):
-        saver, (rank, _) = _saver(_session.folder), place()
+    if _saving.schedule is not None and _saving.folder is not None and _saving.schedule.is_due(state.step):
+        saver, (rank, _) = _saver(_saving.folder), place()
         board = saver.board
         if rank == 0:
             board.post(f"{state.step}/go", not saver.is_busy)
         if board.read(f"{state.step}/go", _limit_s(), "rank 0"):
             saver.wait()
-            _session.schedule.saved()
+            _saving.schedule.saved()
             _start(saver)
             return
-        _session.state.settle()
+        _saving.state.settle()
         if rank == 0:
             what = "no checkpoint of step %d was saved: the one before is still being written, so the disk is too slow for %s"
-            _log.warning(what, state.step, _session.schedule)
+            _log.warning(what, state.step, _saving.schedule)
 
 
 def _start(saver: Saver) -> None:
-    shared, own, replicated = _session.state.capture()
-    saver.start(shared.tree["step"], shared, own, replicated, _session.state.about())
+    shared, own, replicated = _saving.state.capture()
+    saver.start(shared.tree["step"], shared, own, replicated, _saving.state.about())
 
 
 def _saver(path: Path) -> Saver:
     """Return the saver of a folder. Every rank must call it."""
-    if path not in _session.savers:
+    if path not in _saving.savers:
         rank, size = place()
         store = None
         if size > 1:
@@ -328,16 +328,16 @@ def _saver(path: Path) -> Saver:
             store = dist.PrefixStore(f"guozhuang/checkpoint/{turn}", default_store())
         asked = requested_checkpoint()
         keeps = asked.keep if asked is not None and Path(asked.folder) == path else None
-        _session.savers[path] = Saver(CheckpointFolder(path), Board(store, rank, size), keeps)
-    return _session.savers[path]
+        _saving.savers[path] = Saver(CheckpointFolder(path), Board(store, rank, size), keeps)
+    return _saving.savers[path]
 
 
 def _watch() -> None:
     """Let forwards of the models begin a step in a script whose batches come from another loader than ``gz.loader``."""
-    kept = [value for value in vars(_session.state.values).values() if isinstance(value, torch.nn.Module)]
+    kept = [value for value in vars(_saving.state.values).values() if isinstance(value, torch.nn.Module)]
     for model in [*(each.model for each in registry.trained), *kept]:
-        if model not in _session.watched:
-            _session.watched.add(model)
+        if model not in _saving.watched:
+            _saving.watched.add(model)
             model.register_forward_pre_hook(_on_forward)
 
 
@@ -380,15 +380,15 @@ def _lock_folder(path: Path) -> None:
     except OSError:  # a file system without locks
         os.close(descriptor)
         return
-    _session.lock = descriptor
+    _saving.lock = descriptor
 
 
 def _leave() -> None:
     """Wait for saves in progress, and forget everything; called when the world is left."""
-    for saver in _session.savers.values():
+    for saver in _saving.savers.values():
         with contextlib.suppress(Exception):
             saver.wait(_LAST_S if getattr(sys, "last_value", None) is not None else None)
-    if _session.lock is not None:
-        os.close(_session.lock)
+    if _saving.lock is not None:
+        os.close(_saving.lock)
     registry.clear()
-    vars(_session).update(vars(_Saving()))
+    vars(_saving).update(vars(_Saving()))

@@ -39,6 +39,7 @@ def capture(trained: Trained, is_first: bool) -> tuple[dict[str, Any], dict[str,
     settle(trained)
     _drop_gathered(module)
     shared: dict[str, Any] = {"strategy": trained.strategy, "class": type(module).__name__}
+    shared |= {"tied": _tied(module), "left_out": _left_out(module)}
     own: dict[str, Any] = {"buffers": dict(module.named_buffers()), "extra": _extra_states(module)}
     left_alone: frozenset[str] = getattr(model, "ignored", frozenset())
     parameters = {name: _whole(p) for name, p in module.named_parameters()}
@@ -107,6 +108,26 @@ def restore(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any],
 
 def _exchanges_weights(model: Any) -> bool:
     return getattr(model, "around", None) is not None and callable(getattr(model, "agree", None))
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    """Return the further names of tensors that have several, each with the first one."""
+    first: dict[int, str] = {}
+    found = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            if first.setdefault(id(tensor), name) != name:
+                found[name] = first[id(tensor)]
+    return found
+
+
+def _left_out(module: nn.Module) -> list[str]:
+    """Return the names of the buffers that ``state_dict`` leaves out."""
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, part in module.named_modules()
+        for name in sorted(part._non_persistent_buffers_set)
+    ]
 
 
 def _extra_states(module: nn.Module) -> dict[str, Any]:

@@ -1,0 +1,261 @@
+"""Checkpoints as a script and a user see them, in one process: loops, kept values, when to save, the command."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import guozhuang as gz
+from guozhuang import cli
+from guozhuang.checkpoint import run as of_run
+from guozhuang.checkpoint.saver import Board
+from guozhuang.checkpoint.schedule import SaveTimes
+from guozhuang.errors import CheckpointError, UsageError
+from guozhuang.world.requests import checkpoint_interval
+
+
+@pytest.fixture(autouse=True)
+def forgets() -> Iterator[None]:
+    of_run._leave()
+    yield
+    of_run._leave()
+
+
+class Script:
+    """A script that wraps its model itself, as one with a DDP class of its own does."""
+
+    def __init__(self) -> None:
+        of_run._leave()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.kept = gz.keep(model=self.model, optimizer=self.optimizer, best=1.0)
+        self.x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+        self.epochs: list[int] = []
+
+    def train(self, stop_after: int | None = None, num_epochs: int = 3, batches: Any = None) -> None:
+        num_steps = 0
+        for epoch in gz.epochs(num_epochs):
+            self.epochs.append(epoch)
+            for x in self.x.split(4) if batches is None else batches:
+                self.model(x).pow(2).mean().backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                num_steps += 1
+                self.kept.best = 1.0 / num_steps
+                if num_steps == stop_after:
+                    return
+
+
+def state(script: Script) -> list[torch.Tensor]:
+    momenta = [script.optimizer.state[p]["momentum_buffer"] for p in script.model.parameters()]
+    return [t.clone() for t in (*script.model.parameters(), *momenta, torch.rand(2))]
+
+
+def requested(monkeypatch: pytest.MonkeyPatch, folder: Any, every: str = "2steps", keep: int = 2) -> None:
+    monkeypatch.setenv("GUOZHUANG_CHECKPOINT", str(folder))
+    monkeypatch.setenv("GUOZHUANG_CHECKPOINT_EVERY", every)
+    monkeypatch.setenv("GUOZHUANG_CHECKPOINT_KEEP", str(keep))
+
+
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each save end before the next one is due, which tiny steps would not."""
+    start = of_run._start
+
+    def start_and_wait(saver: Any) -> None:
+        start(saver)
+        saver.wait()
+
+    monkeypatch.setattr(of_run, "_start", start_and_wait)
+
+
+def test_the_same_command_goes_on_where_it_stopped(tmp_path, monkeypatch) -> None:
+    whole = Script()
+    whole.train(batches=gz.loader(whole.x, 4, rank=0, num_replicas=1))
+    expected = state(whole)
+    settled(monkeypatch)
+    requested(monkeypatch, tmp_path)
+    first = Script()
+    first.train(stop_after=8, batches=gz.loader(first.x, 4, rank=0, num_replicas=1))
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-4", "step-6"]
+    second = Script()
+    second.train(batches=gz.loader(second.x, 4, rank=0, num_replicas=1))
+    assert second.epochs == [1, 2]  # step 6 is the end of epoch 1: nothing is left of its batches
+    assert all(torch.equal(a, b) for a, b in zip(expected, state(second), strict=True))
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-8", "step-9"]
+    third = Script()
+    third.train()
+    assert third.epochs == [] and third.kept.best == 1 / 3
+
+
+def test_batches_of_another_loader_are_steps_too(tmp_path, monkeypatch) -> None:
+    settled(monkeypatch)
+    requested(monkeypatch, tmp_path, "3steps")
+    Script().train(stop_after=7)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-3", "step-6"]
+
+
+def test_several_loops_of_epochs(tmp_path) -> None:
+    first = Script()
+    assert list(gz.epochs(2)) == [0, 1]
+    for epoch in gz.epochs(3):
+        if epoch == 1:
+            gz.save(tmp_path)
+            break
+    Script()
+    gz.restore(tmp_path)
+    assert list(gz.epochs(2)) == [] and list(gz.epochs(3)) == [1, 2]
+    del first
+
+
+def test_a_script_that_forgets_to_go_on_is_told(tmp_path, monkeypatch) -> None:
+    requested(monkeypatch, tmp_path)
+    script = Script()
+    with pytest.raises(UsageError, match=r"gz.epochs\(n\)"):
+        for x in gz.loader(script.x, 4, rank=0, num_replicas=1):
+            script.model(x).sum().backward()
+            script.optimizer.step()
+
+
+def test_nothing_to_save_and_what_does_not_fit(tmp_path) -> None:
+    with pytest.raises(UsageError, match=r"gz.keep\(model=model"):
+        gz.save(tmp_path)
+    assert gz.restore(tmp_path) is None
+    with pytest.raises(UsageError, match="worse is of a type"):
+        gz.keep(worse=threading.Lock())
+    script = Script()
+    gz.save(tmp_path)
+    of_run._leave()
+    gz.keep(model=3)
+    with pytest.raises(UsageError, match="another kind of value"):
+        gz.restore(tmp_path)
+    with pytest.raises(AttributeError, match=r"gz.keep\(worst"):
+        _ = script.kept.worst
+
+
+def test_one_that_is_not_whole_is_left_out_and_both_facts_are_said(tmp_path, caplog) -> None:
+    script = Script()
+    for _ in range(2):
+        script.train(stop_after=1, num_epochs=9)
+        gz.save(tmp_path)
+    (tmp_path / "step-2" / "shared.json").write_text("{}")
+    Script()
+    assert gz.restore(tmp_path) == 1
+    assert (
+        "step-2 is not whole: shared.json has 2 bytes" in caplog.text
+        and f"goes on from {tmp_path / 'step-1'}" in caplog.text
+    )
+    (tmp_path / "step-1" / "manifest.json").unlink()
+    script = Script()
+    before = [p.clone() for p in script.model.parameters()]
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        gz.restore(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(before, script.model.parameters(), strict=True))
+
+
+def test_only_one_run_writes_into_a_folder(tmp_path, monkeypatch) -> None:
+    requested(monkeypatch, tmp_path)
+    Script()
+    loop = gz.epochs(1)
+    next(loop)
+    held, of_run._saving.lock = of_run._saving.lock, None
+    Script()
+    with pytest.raises(UsageError, match="another run"):
+        next(gz.epochs(1))
+    of_run._saving.lock = held
+
+
+# ---- when to save ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("500steps", (500, None)),
+        ("1step", (1, None)),
+        ("30s", (None, 30.0)),
+        ("5min", (None, 300.0)),
+        ("1.5h", (None, 5400.0)),
+    ],
+)
+def test_intervals(text, expected) -> None:
+    assert checkpoint_interval(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "5", "0steps", "0min", "-3s", "1.5steps", "5 minutes", "steps"])
+def test_intervals_that_cannot_be(text) -> None:
+    with pytest.raises(UsageError, match="500steps, 30s, 5min or 2h"):
+        checkpoint_interval(text)
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.3, 7.0])
+def test_all_ranks_save_after_the_same_step_whatever_their_clocks_say(step_s) -> None:
+    store, now = torch.distributed.HashStore(), [0.0]
+    ranks = [SaveTimes(None, 60.0, Board(store, rank, 3), 5.0, lambda r=rank: now[0] + 1000 * r) for rank in range(3)]  # type: ignore[misc]
+    due: list[float] = []
+    for step in range(1, round(400 / step_s)):
+        now[0] += step_s
+        told = [each.is_due(step) for each in ranks]
+        assert len(set(told)) == 1
+        if told[0]:
+            due.append(now[0])
+            for each in ranks[:1]:
+                each.saved()
+    gaps = [b - a for a, b in zip([0.0, *due], due, strict=False)]
+    assert len(due) >= 5 and all(58 <= gap <= 60 + 3 * max(1.0, step_s) for gap in gaps), gaps
+    assert store.num_keys() < 5 + 3 * 60 / min(1.0, 64 * step_s)  # what was read is removed
+
+
+def test_a_rank_that_gets_no_decision_says_who_did_not_decide() -> None:
+    alone = SaveTimes(None, 60.0, Board(torch.distributed.HashStore(), 1, 2), 0.05)
+    assert not alone.is_due(1)
+    with pytest.raises(CheckpointError, match="rank 0 did not answer"):
+        alone.is_due(2)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path, capsys, monkeypatch) -> None:
+    folder = tmp_path / "c"
+    script = Script()
+    script.train(stop_after=2)
+    gz.save(folder)
+    for action, text in (("list", "step-2"), ("show", "kept best: 0.5"), ("verify", "step-2: whole")):
+        assert cli.main(["checkpoint", action, str(folder)]) == 0
+        assert text in capsys.readouterr().out
+    assert cli.main(["checkpoint", "export", str(folder), str(tmp_path / "m.safetensors")]) == 2  # nothing was prepared
+    (folder / "step-2" / "rank-0.json").write_bytes(b"")
+    for action in ("list", "verify", "show"):
+        assert cli.main(["checkpoint", action, str(folder)]) == 1
+        assert "rank-0.json" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 2
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
+def test_the_exported_model_is_the_plain_model(tmp_path, capsys, ending) -> None:
+    from guozhuang.registry import registry
+
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    registry.add_trained(model, model, optimizer, "single")
+    gz.save(tmp_path / "c")
+    path = tmp_path / f"model{ending}"
+    assert cli.main(["checkpoint", "export", str(tmp_path / "c"), str(path)]) == 0
+    found = load_file(path) if ending == ".safetensors" else torch.load(path, weights_only=True)
+    Tied().load_state_dict(found, strict=True)
+    assert all(torch.equal(found[key], value) for key, value in model.state_dict().items())
