@@ -51,12 +51,17 @@ HOROVOD = [
     "pyyaml",
     "scikit-learn",
 ]
+ACCELERATE, LIGHTNING = ["accelerate>=1.0"], ["lightning>=2.4"]
 EXTRAS = {
+    "accelerate": ACCELERATE,
     "docs": ["mkdocstrings-python", "ruff", "zensical"],  # ruff lays out the signatures
     "horovod": HOROVOD,
+    "lightning": LIGHTNING,
     "text": ["transformers", "tokenizers", "pyarrow", "charset-normalizer"],
     "test": [
+        *ACCELERATE,
         *HOROVOD,
+        *LIGHTNING,
         "expecttest",  # PyTorch's own tests import it
         "hypothesis",
         "mypy",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from guozhuang.groups.subgroups import timeout_s
 from guozhuang.registry import registry
 from guozhuang.strategies.prepared import warn_of_hidden
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
-from guozhuang.strategies.ways import PreparedPair, Setup
+from guozhuang.strategies.ways import PreparedPair, Setup, wraps_in_ddp
 from guozhuang.timeline import Timeline
 from guozhuang.world import (
     World,
@@ -32,11 +33,18 @@ from guozhuang.world import (
 )
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
+# Arguments of DistributedDataParallel that say how gradients are grouped and awaited, but not what is computed.
+_HOW_ONLY = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "batched_grad_copy"}
 _log = logging.getLogger("guozhuang")
 
 
 def prepare(
-    model: nn.Module, optimizer: Optimizer, strategy: str | None = None, *, num_replicas: int | None = None
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: str | None = None,
+    *,
+    num_replicas: int | None = None,
+    ddp_options: Mapping[str, Any] | None = None,
 ) -> PreparedPair:
     """Prepare a plain model and its optimizer to train over the whole world. Every rank must call this, after ``init()``.
 
@@ -49,6 +57,9 @@ def prepare(
         optimizer: over parameters of that model.
         strategy: a name from :data:`STRATEGIES`. None: the one of ``guozhuang run --strategy``, else ``"ddp"``.
         num_replicas: for ``"dp"`` only: how many devices share the batch. None: every accelerator, or 2 on the CPU.
+        ddp_options: arguments of ``DistributedDataParallel`` for strategies that wrap the model in it, for example
+            ``{"find_unused_parameters": True}``. Strategies that do not wrap it do without those that tell how gradients are
+            grouped and awaited, and refuse others.
 
     The returned model stands for yours: methods, attributes and parts are found on it under the same names, ``state_dict()``
     and ``named_parameters()`` have the same names under every strategy, and copies and pickles of it are of your module.
@@ -73,13 +84,14 @@ def prepare(
     num_groups = requested_groups()
     check_groups(chosen, num_groups)
     _check(model, optimizer, chosen, world, num_replicas)
+    _check_ddp_options(chosen, ddp_options or {})
     _place(model, optimizer, world)
     if group := dist.group.WORLD:  # before the strategy's own comparison, which would find other buckets or weights
         agree(group, "the strategy", [chosen.name], timeout_s(group), "give prepare() the same strategy on every rank")
     if world.rank == 0:
         why = "as asked" if asked_for is not None else "the default"
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
-    found = chosen.prepare(model, optimizer, Setup(world, num_replicas, num_groups))
+    found = chosen.prepare(model, optimizer, Setup(world, num_replicas, num_groups, ddp_options or {}))
     prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
     registry.add_trained(model, *prepared, chosen.name)
     if world.rank == 0:
@@ -88,12 +100,35 @@ def prepare(
         from guozhuang.checkpoint.run import begin_session  # imported only when needed
 
         begin_session()
+    if chosen.trains and not chosen.one_process:
+        prepared[0]._ddp_params_and_buffers_to_ignore = PreparedAlready(chosen.name)  # type: ignore[assignment]
     path = requested_timeline()
     if path is not None:
         timeline = Timeline(world.rank)
         _record_steps(*prepared, timeline)
         atexit.register(timeline.write, f"{path}.rank{world.rank}")
     return prepared
+
+
+class PreparedAlready:
+    """Refuses that a prepared model is wrapped once more, which would average twice: DistributedDataParallel reads this.
+
+    Copies and pickles of the model can be wrapped.
+    """
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = strategy
+
+    def __iter__(self) -> NoReturn:
+        what = (
+            f"gz.prepare has prepared this model by strategy {self._strategy}, and wrapping it would average it twice"
+        )
+        raise UsageError(
+            explain(what, value=self._strategy, fix="train what prepare returned, or hand over the bare model")
+        )
+
+    def __reduce__(self) -> tuple[type[frozenset[str]], tuple[()]]:
+        return frozenset, ()
 
 
 def _check(model: nn.Module, optimizer: Optimizer, chosen: Strategy, world: World, num_replicas: int | None) -> None:
@@ -137,6 +172,13 @@ def _check(model: nn.Module, optimizer: Optimizer, chosen: Strategy, world: Worl
                 fix="make the optimizer from the parameters of the very model you hand over",
             )
         )
+
+
+def _check_ddp_options(chosen: Strategy, options: Mapping[str, Any]) -> None:
+    others = sorted(options.keys() - _HOW_ONLY)
+    if others and not wraps_in_ddp(chosen.prepare):
+        what = f"strategy {chosen.name} does not wrap the model in DistributedDataParallel, so it cannot take these arguments"
+        raise UsageError(explain(what, value=others, fix="leave them out, or choose a strategy such as ddp"))
 
 
 def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:

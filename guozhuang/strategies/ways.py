@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -39,11 +39,13 @@ class Setup:
         world: the world of this process.
         num_replicas: how many copies a strategy of one process makes; None leaves the choice to the strategy.
         num_groups: how many process groups take the buckets in turn.
+        ddp_options: arguments of DistributedDataParallel, for strategies that wrap the model in it.
     """
 
     world: World
     num_replicas: int | None = None
     num_groups: int = 1
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Step(Protocol):
@@ -138,7 +140,8 @@ def none(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Modul
 
 def ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
     """Wrap the model in this project's DistributedDataParallel."""
-    wrapped = PreparedDDP(model, device_ids=_device_ids(model), process_group=_group(setup))
+    options = {"device_ids": _device_ids(model), "process_group": _group(setup), **setup.ddp_options}
+    wrapped = PreparedDDP(model, **options)
     return wrapped, optimizer
 
 
@@ -187,7 +190,7 @@ class WithExchange:
     def __call__(self, model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
         """Return the model and the optimizer to use in place of the user's. Every rank must call."""
         exchange, optimizer = self.make(optimizer)
-        wrapped = PreparedDDP(model, device_ids=_device_ids(model))
+        wrapped = PreparedDDP(model, **{"device_ids": _device_ids(model), **setup.ddp_options})
         if isinstance(exchange, GradientExchange):
             wrapped.use_exchange(exchange)
         else:
@@ -195,9 +198,15 @@ class WithExchange:
         return wrapped, optimizer
 
 
+def wraps_in_ddp(prepare: Callable[..., object]) -> bool:
+    """Return whether a strategy's function wraps the model in DistributedDataParallel, ours or PyTorch's."""
+    return prepare in (ddp, torch_ddp) or isinstance(prepare, WithExchange)
+
+
 def torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
     """Wrap the model in PyTorch's DistributedDataParallel."""
-    wrapped = PreparedTorchDDP(model, device_ids=_device_ids(model), process_group=_group(setup))
+    options = {"device_ids": _device_ids(model), "process_group": _group(setup), **setup.ddp_options}
+    wrapped = PreparedTorchDDP(model, **options)
     return wrapped, optimizer
 
 

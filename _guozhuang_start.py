@@ -1,0 +1,111 @@
+"""Where scripts that never import Guozhuang meet it: torch calls ``attach`` at the end of ``import torch``.
+
+The entry point stands in the group "torch.backends", which torch loads unless TORCH_DEVICE_BACKEND_AUTOLOAD=0. This module lies
+outside of the package, because importing a part of the package would import all of it into every program that uses torch.
+
+[Note: stand-ins] What is replaced is a class of another library, which scripts may have imported by name already. So its name
+is left alone and ``__new__`` makes an object of our subclass: ``isinstance`` holds, and Python then calls our ``__init__``.
+Our subclass is looked up when the first object is made; by then all parts of the other library are there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+_REPLACE = "GUOZHUANG_REPLACE_DDP"
+_ACCELERATE, _LIGHTNING, _SCRIPTS = (
+    "guozhuang.compat.accelerate",
+    "guozhuang.compat.lightning",
+    "guozhuang.compat.drop_in",
+)
+
+
+def attach() -> None:
+    """Look out for the trainers that can be served; with GUOZHUANG_REPLACE_DDP also for plain DDP scripts."""
+    if not any(isinstance(finder, _Lookout) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Lookout())
+    if os.environ.get(_REPLACE):
+        import torch
+
+        if torch.distributed.is_available():
+            stand_in(torch.nn.parallel.DistributedDataParallel, f"{_SCRIPTS}:wrapper_for")
+            _replace_function(
+                torch.distributed.distributed_c10d, "init_process_group", f"{_SCRIPTS}:init_process_group"
+            )
+
+
+def is_wanted() -> bool:
+    """Return whether this program has anything to do with Guozhuang: it imports it, or the environment asks for it."""
+    return "guozhuang" in sys.modules or bool(os.environ.get("GUOZHUANG_STRATEGY") or os.environ.get(_REPLACE))
+
+
+def stand_in(theirs: type, ours: str) -> None:
+    """Let a class make objects of the class that ``module:function`` returns for it. See [Note: stand-ins]."""
+    if "__new__" in vars(theirs):
+        return
+
+    def make(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(_named(ours)(cls) if is_wanted() else cls)
+
+    theirs.__new__ = make  # type: ignore[method-assign,assignment]
+
+
+def _replace_function(module: Any, name: str, ours: str) -> None:
+    theirs = getattr(module, name)
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _named(ours)(theirs, *args, **kwargs)
+
+    for holder in (module, sys.modules[module.__name__.rpartition(".")[0]]):
+        setattr(holder, name, call)
+
+
+def _named(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _register(registry: Any, package: str) -> None:
+    """Make "guozhuang" a name in a registry of Lightning's strategies."""
+    if "guozhuang" not in registry:
+        make = functools.partial(_made, package)
+        registry.register("guozhuang", make, description="Guozhuang, by the strategy of GUOZHUANG_STRATEGY or ddp")
+
+
+def _made(package: str, **options: Any) -> Any:
+    return _named(f"{_LIGHTNING}:strategy_class")(package)(**options)
+
+
+# Modules of other libraries, an attribute that shows that the module has run, and what is done with its value then.
+_WAITING: dict[tuple[str, str], Callable[[Any], None]] = {
+    ("accelerate.state", "PartialState"): lambda found: stand_in(found, f"{_ACCELERATE}:state_class"),
+    ("accelerate.accelerator", "Accelerator"): lambda found: stand_in(found, f"{_ACCELERATE}:accelerator_class"),
+}
+for _package in ("lightning.pytorch", "pytorch_lightning"):
+    _WAITING[f"{_package}.strategies", "StrategyRegistry"] = functools.partial(_register, package=_package)
+for _package in ("lightning.fabric", "lightning_fabric"):
+    _WAITING[f"{_package}.strategies", "STRATEGY_REGISTRY"] = functools.partial(_register, package=_package)
+_LIBRARIES = tuple({module.partition(".")[0] + "." for module, _ in _WAITING})
+
+
+class _Lookout(MetaPathFinder):
+    """Finds no module: whenever one of a known library is imported, it looks which of the awaited ones have run by now.
+
+    Torch may be imported by the very module that is awaited, too late to be told of its end by a loader.
+    """
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> None:
+        """Return None, always."""
+        if fullname.startswith(_LIBRARIES):
+            for name, attribute in list(_WAITING):
+                found = getattr(sys.modules.get(name), attribute, None)
+                if found is not None:
+                    _WAITING.pop((name, attribute))(found)

@@ -1,0 +1,207 @@
+"""What trainers ask of a model and an optimizer that ``gz.prepare`` has returned, whatever the strategy has made of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from guozhuang.distributed import DistributedDataParallel
+from guozhuang.errors import UsageError, explain
+from guozhuang.registry import registry
+from guozhuang.world import current
+
+_said: set[str] = set()
+
+
+def said_once(trainer: str, strategy: str) -> None:
+    """Say on rank 0, once for each trainer, what trains in it now."""
+    if trainer not in _said and dist.get_rank() == 0:
+        group = f"{dist.get_world_size()} ranks on backend {dist.get_backend()}"
+        print(f"guozhuang: {trainer} trains by strategy {strategy}, {group}", file=sys.stderr, flush=True)
+    _said.add(trainer)
+
+
+def variables_of_world() -> bool:
+    """Return whether a launcher has told this process that it is one of several."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    return "RANK" in os.environ and text.isdigit() and int(text) > 1
+
+
+def has_world() -> bool:
+    """Return whether ``gz.init`` has met the other ranks."""
+    return current() is not None
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Return whether ``gz.prepare`` has returned this model, and it trains."""
+    return any(model is each.model for each in registry.trained)
+
+
+def refuse_unless_ddp(strategy: str, num_optimizers: int, call: str) -> None:
+    """Raise if a strategy that needs the optimizer of a model is to do without one, or with several.
+
+    Raises:
+        UsageError: the strategy is another one than ddp.
+    """
+    if strategy != "ddp":
+        what = f"strategy {strategy} takes a model together with its one optimizer, and there are {num_optimizers}"
+        fix = f"prepare both in one call, {call}, with one optimizer for all parameters; or choose the strategy ddp"
+        raise UsageError(explain(what, value=strategy, fix=fix))
+
+
+def agree(model: nn.Module) -> None:
+    """Make the weights of all ranks equal, if ranks train alone under this strategy. Every rank must call it."""
+    make_equal = getattr(model, "agree", None)
+    if isinstance(model, DistributedDataParallel) and make_equal is not None:
+        make_equal()
+
+
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, optimizers: Sequence[Optimizer]) -> None:
+    """Clip each element of the averaged gradients to the range from -clip_value to clip_value. Every rank must call it.
+
+    Where a sharded optimizer averages gradients at its step, it does so now, and the parts of this rank are clipped.
+    """
+    for optimizer in optimizers:
+        collect = getattr(optimizer, "collect", None)
+        if collect is not None:
+            collect()
+            for part in optimizer.carrier.weights:  # type: ignore[attr-defined]
+                if part.grad is not None:
+                    part.grad.clamp_(-clip_value, clip_value)
+            return
+    nn.utils.clip_grad_value_(parameters, clip_value)
+
+
+# ---- states: whole ones, and what one rank alone has
+
+
+def whole_state(each: nn.Module | Optimizer) -> dict[str, Any]:
+    """Return the state of a model or an optimizer with whole tensors, on the CPU if it is divided. Every rank must call it."""
+    state: dict[str, Any] = each.state_dict()
+    return _whole(state) if _is_divided(each) else state
+
+
+def load_whole_state(each: nn.Module | Optimizer, state: Mapping[str, Any], **options: Any) -> Any:
+    """Load a state with whole tensors into a model or an optimizer. Every rank must call it.
+
+    Args:
+        each: the model or the optimizer.
+        state: what :func:`whole_state` returned, in a run of any number of ranks.
+        **options: further arguments of ``load_state_dict``.
+
+    Returns:
+        What ``load_state_dict`` returns.
+    """
+    if not _is_divided(each):
+        return each.load_state_dict(state, **options)  # type: ignore[arg-type]
+    if isinstance(each, nn.Module):
+        own = each.state_dict()
+        return each.load_state_dict({key: _like(own.get(key), value) for key, value in state.items()}, **options)
+    parameters = dict(enumerate(_parameters(each)))
+    per_parameter = {
+        key: {name: _like(parameters.get(key), value) for name, value in values.items()}
+        for key, values in state["state"].items()
+    }
+    return each.load_state_dict({**state, "state": per_parameter}, **options)
+
+
+@contextmanager
+def taking_whole_states(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Let ``state_dict`` and ``load_state_dict`` of models mean whole states inside this context, for code that calls them."""
+    divided = [model for model in models if _is_divided(model)]
+    for model in divided:
+        model.state_dict = functools.partial(_by_class, model, whole_state)  # type: ignore[method-assign]
+        model.load_state_dict = functools.partial(_by_class, model, load_whole_state)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for model in divided:
+            del model.state_dict, model.load_state_dict
+
+
+def _by_class(model: nn.Module, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function with a model whose own methods, without those of :func:`taking_whole_states`, it is to find."""
+    by_instance = {name: model.__dict__.pop(name) for name in ("state_dict", "load_state_dict")}
+    try:
+        return call(model, *args, **options)
+    finally:
+        model.__dict__.update(by_instance)
+
+
+def own_state(models: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Return what this rank alone has of prepared models and their optimizers; one dict for each. Every rank must call it."""
+    found = []
+    for each in registry.trained:
+        if not any(each.model is model for model in models):
+            continue
+        state: dict[str, Any] = {}
+        for name, part in (("model", each.model), ("optimizer", each.optimizer)):
+            if hasattr(part, "exchange_state_dict"):
+                exchange = part.exchange_state_dict()
+                if exchange.get("exchange") or "weights" in exchange:
+                    state[name] = exchange
+        if "weights" in state.get("model", {}):  # ranks train alone, each with an optimizer of its own
+            state["alone"] = each.optimizer.state_dict()
+        found.append(state)
+    return found
+
+
+def load_own_state(saved: list[dict[str, Any]] | None, models: Sequence[nn.Module]) -> None:
+    """Load what :func:`own_state` returned on this rank, after the weights. Every rank must call it.
+
+    Args:
+        saved: None if there is nothing for this rank; then no rank loads anything.
+        models: prepared as those whose state was saved.
+    """
+    trained = [each for each in registry.trained if any(each.model is model for model in models)]
+    has_parts = [None] * dist.get_world_size()
+    dist.all_gather_object(has_parts, None if saved is None else len(saved))
+    if any(count != len(trained) for count in has_parts):
+        return
+    for each, state in zip(trained, saved or (), strict=True):
+        if "alone" in state:
+            each.optimizer.load_state_dict(state["alone"])
+        for name, part in (("model", each.model), ("optimizer", each.optimizer)):
+            if name in state:
+                part.load_exchange_state_dict(state[name])
+
+
+def _is_divided(each: nn.Module | Optimizer) -> bool:
+    return any(_is_dtensor(parameter) for parameter in _parameters(each))
+
+
+def _is_dtensor(value: object) -> bool:
+    return isinstance(value, Tensor) and hasattr(value, "full_tensor")
+
+
+def _parameters(each: nn.Module | Optimizer) -> Iterator[Any]:
+    if isinstance(each, nn.Module):
+        yield from each.parameters()
+    else:
+        for group in each.param_groups:
+            yield from group["params"]
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return value.full_tensor().to("cpu", copy=True) if _is_dtensor(value) else value
+
+
+def _like(own: Any, value: Any) -> Any:
+    """Return a whole tensor divided as ``own`` is, if that is a DTensor of the same shape; else the value itself."""
+    if not (_is_dtensor(own) and isinstance(value, Tensor) and own.shape == value.shape) or _is_dtensor(value):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
