@@ -39,18 +39,18 @@ class Verb:
     result: Expected
     gradient: Expected
     num_rows: Callable[[int, int], int] = lambda place, size: 3
-    dtypes: Sequence[torch.dtype] = (torch.float32, torch.int64)
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.int64, torch.int16)
     root: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def total(tensors: list[Tensor], place: int = 0) -> Tensor:
-    return torch.stack(tensors).sum(0)
+    return torch.stack(tensors).sum(0, dtype=tensors[0].dtype)
 
 
 def mean(tensors: list[Tensor], place: int = 0) -> Tensor:
     """That of integers is cut towards zero."""
-    exact = total(tensors).double() / len(tensors)
+    exact = torch.stack(tensors).double().sum(0) / len(tensors)
     return (exact if tensors[0].is_floating_point() else exact.trunc()).to(tensors[0].dtype)
 
 
@@ -69,7 +69,7 @@ def at_root(root: int) -> Expected:
     return lambda grads, place: mean(grads) * (place == root % len(grads))
 
 
-MOVED, FLOATS = (torch.float32, torch.int64, torch.bool), (torch.float32, torch.float64)
+MOVED, FLOATS = (torch.float32, torch.int64, torch.int16, torch.bool), (torch.float32, torch.float64)
 SUM, SCALED = {"op": hvd.Sum}, {"prescale_factor": 0.5, "postscale_factor": 3.0}
 VERBS: dict[str, Verb] = {
     "mean": Verb("allreduce", mean, mean),

@@ -16,6 +16,23 @@ from guozhuang.compat.horovod.torch.mpi_ops import Adasum, Average
 from .horovod_alone import MirrorChannel, assert_equal, distributed, net_of_three, train
 
 Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class HoldsNone(torch.optim.SGD):
+    """An optimizer that has None among its state and its options."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["bound"] = None
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param].setdefault("bound", None)
+                    self.state[param].setdefault("bounds", [None, {"low": None}])
+                    assert self.state[param]["bound"] is None and self.state[param]["bounds"][1]["low"] is None
+        return result
+
+
 MAKERS: dict[str, Make] = {
     "Adadelta": torch.optim.Adadelta,
     "Adafactor": torch.optim.Adafactor,
@@ -30,6 +47,7 @@ MAKERS: dict[str, Make] = {
     "RMSprop": lambda params: torch.optim.RMSprop(params, momentum=0.5, centered=True),
     "Rprop": torch.optim.Rprop,
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "holds None": lambda params: HoldsNone(params, lr=0.1, momentum=0.9),
     "named": lambda params: torch.optim.SGD([(f"p{i}", p) for i, p in enumerate(params)], lr=0.1, momentum=0.9),
 }
 

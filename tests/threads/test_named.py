@@ -24,6 +24,8 @@ from tests.processes.negotiating import asked, full, in_place, reduced, reducing
 DTYPES = (
     torch.uint8,
     torch.int8,
+    torch.uint16,
+    torch.int16,
     torch.int32,
     torch.int64,
     torch.float16,

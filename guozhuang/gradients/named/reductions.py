@@ -17,6 +17,7 @@ from .submission import Reduction
 
 _NUM_COLUMNS: Final = 1 << 18  # columns of an adaptive sum that are converted to float64 at a time, to limit memory
 
+_WIDENED: Final = (torch.int16, torch.uint16)
 _OPS: Final = MappingProxyType(
     {
         Reduction.AVERAGE: dist.ReduceOp.SUM,
@@ -34,7 +35,8 @@ def combine(
     """Reduce a tensor over the ranks with the reduction and scales of a request; return the result.
 
     Integers are scaled and averaged as float64 and cut toward zero. A boolean result is true where any rank has true (MIN,
-    PRODUCT: where all ranks have). 16-bit floating-point numbers are scaled in 32 bits.
+    PRODUCT: where all ranks have). 16-bit floating-point numbers are scaled in 32 bits, and 16-bit integers, which not every
+    group can combine, are combined in 32 bits.
 
     Args:
         given: tensor of this rank; it is overwritten.
@@ -55,6 +57,11 @@ def combine(
         result = collective(given, dist.ReduceOp.AVG)
         scale(result, request.postscale)
         return result
+    if given.dtype in _WIDENED:
+        wide = given.to(torch.int32)
+        result = collective(wide, _OPS[request.reduction])
+        scale(result, request.postscale, size if is_mean else 1)
+        return given.copy_(result) if result is wide else result.to(given.dtype)
     result = collective(given, _OPS[request.reduction])
     scale(result, request.postscale, size if is_mean else 1)
     return result

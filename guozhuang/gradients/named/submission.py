@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 JOIN_NAME: Final = "join"  # name of every submission of kind JOIN
 DTYPES: Final = frozenset(
     {
-        *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool),
+        *(torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32, torch.int64, torch.bool),
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     }
 )

@@ -104,13 +104,14 @@ class Call:
 
 def reducing(kind: Kind, op: int, prescale: float, postscale: float, process_set: ProcessSet, **more: Any) -> Call:
     """Return the ``Call`` of an all-reduce or a reduce-scatter; ValueError or NotImplementedError if it is invalid."""
-    if kind == Kind.REDUCESCATTER and op not in (Average, Sum):
-        raise ValueError(explain("reducescatter combines by Average or Sum", value=op))
     try:
         reduction = Reduction(op)
     except ValueError:
         what, fix = "op is none of Average, Sum, Adasum, Min, Max and Product", "use hvd.Average and the like"
         raise ValueError(explain(what, value=op, fix=fix)) from None
+    if kind == Kind.REDUCESCATTER and op not in (Average, Sum):
+        what, fix = "reducescatter combines by Average or Sum", "use allreduce, and take this rank's rows of its result"
+        raise NotImplementedError(explain(what, value=reduction.name.capitalize(), fix=fix))
     if op == Adasum and process_set.process_set_id != 0:
         raise NotImplementedError("Adasum works among all ranks only, not in other process sets than the global one")
     for which, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):

@@ -284,7 +284,8 @@ def reducescatter(
         postscale_factor: factor that multiplies the result.
 
     Raises:
-        ValueError: the tensor cannot be sent; another ``op``.
+        ValueError: the tensor cannot be sent.
+        NotImplementedError: another ``op``.
         HorovodInternalError: ranks differ, or one is lost; a tensor has no dimension; a rank has joined.
     """
     sent, ctx = compression.compress(tensor)
