@@ -57,6 +57,7 @@ EXTRAS = {
     "docs": ["mkdocstrings-python", "ruff", "zensical"],  # ruff lays out the signatures
     "horovod": HOROVOD,
     "lightning": LIGHTNING,
+    "notebook": ["cloudpickle>=2.2"],
     "text": ["transformers", "tokenizers", "pyarrow", "charset-normalizer"],
     "test": [
         *ACCELERATE,

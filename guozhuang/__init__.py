@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint import TrainingState, epochs, keep, restore, save
+    from .comparison import compare
     from .public import (
         DataParallel,
         DistributedDataParallel,
@@ -36,6 +37,7 @@ __all__ = [
     "World",
     "accumulate",
     "clip_grad_norm_",
+    "compare",
     "epochs",
     "init",
     "keep",
@@ -54,6 +56,7 @@ _LATER = {
     "TrainingState": "checkpoint",
     "accumulate": "script.accumulate",
     "clip_grad_norm_": "sharding",
+    "compare": "comparison",
     "epochs": "checkpoint",
     "keep": "checkpoint",
     "print": "script.rank_zero",

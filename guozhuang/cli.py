@@ -148,7 +148,9 @@ def _compare_parser() -> argparse.ArgumentParser:
 
 
 def _compare(arguments: Sequence[str]) -> int:
-    found = _suggesting(_compare_parser()).parse_args(list(arguments))
+    from guozhuang.lab.config import with_config
+
+    found = with_config(_suggesting(_compare_parser()).parse_args(list(arguments)), arguments)
     from guozhuang import compat, public  # noqa: F401
     from guozhuang.lab import compare
 

@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("launch",),
     ("lab", "check"),  # start ranks as `guozhuang run` does
     ("compat",),
-    ("public",),  # adds to torch and to the table of strategies what lies above them
+    ("public", "comparison"),  # adds to torch and to the table of strategies what lies above them
     ("cli",),  # tells the launcher what compat adds to a run
     ("__init__", "__main__"),  # nothing stands on these
 )

@@ -67,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--timeout", type=float, default=1800.0, metavar="SECONDS", help="limit of one run (default: 1800)"
     )
+    how.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a TOML file with any of these options by name, such as steps = 100; those given here go before",
+    )
     out = parser.add_argument_group("what comes out")
     out.add_argument(
         "--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the report (default: ./report)"

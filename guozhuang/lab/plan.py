@@ -135,7 +135,7 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
     if namespace.timeline is not None:
         _writable(namespace.timeline.absolute().parent, "--timeline")
     options = workloads.options_from(namespace.workload, namespace)
-    console.print(f"Loading the workload {namespace.workload} …", highlight=False)
+    console.print(f"Loading the workload {workloads.title(namespace.workload)} …", highlight=False)
     workload = workloads.load(namespace.workload, options, scratch / "data")
     dataset_size = len(workload.train)  # type: ignore[arg-type]
     global_batch_size = namespace.ranks * workload.batch_size

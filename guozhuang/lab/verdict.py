@@ -267,12 +267,7 @@ def _cautions(results: Results, chosen: StrategyRow | None, candidates: Sequence
                 f"{row.name} began with a loss of {row.losses[0]:.4g} and ended with one of {row.final_loss:.4g}: "
                 "training diverged, and its results mean nothing."
             )
-        far = row.difference is not None and not row.difference.distance <= ROUNDING_DISTANCE  # a NaN counts as far too
-        if row.exact and far and row.difference is not None:
-            found.append(
-                f"{row.name} ended {units.tiny(row.difference.distance)} (relative distance of all weights) away "
-                f"from single, more than rounding explains at first sight.{_why_far(results, row)}"
-            )
+    found += _far(results)
     if chosen is not None:
         ahead = _reached(chosen, candidates)
         if ahead and len(chosen.rounds) > 1:
@@ -294,16 +289,34 @@ def _cautions(results: Results, chosen: StrategyRow | None, candidates: Sequence
     return found
 
 
-def _why_far(results: Results, row: StrategyRow) -> str:
+def _far(results: Results) -> list[str]:
+    """Return a caution about the exact strategies whose weights ended far from those of ``single``, with the likely cause."""
+    far = {
+        row.name: row.difference.distance
+        for row in results.rows
+        if row.ok and row.exact and row.difference is not None and not row.difference.distance <= ROUNDING_DISTANCE
+    }  # a NaN counts as far too
+    if not far:
+        return []
+    most = max(far.values(), key=lambda distance: math.inf if math.isnan(distance) else distance)
+    apart = units.tiny(most) if len(far) == 1 else f"up to {units.tiny(most)}"
+    return [
+        f"{units.listed(far)} ended {apart} (relative distance of all weights) away from single, more than rounding explains "
+        f"at first sight.{_why_far(results, list(far))}"
+    ]
+
+
+def _why_far(results: Results, names: Sequence[str]) -> str:
     """Return the likely causes of weights that differ from those of ``single``, as sentences with a space before them."""
     found = ""
-    number = row.rounds[0].ranks[0].num_batch_norms
+    rows = [row for row in results.rows if row.name in names]
+    number = max(row.rounds[0].ranks[0].num_batch_norms for row in rows)
     if number and results.settings.num_ranks > 1:
+        layers = "a BatchNorm layer, which normalizes" if number == 1 else f"{number} BatchNorm layers, which normalize"
         found += (
-            f" The cause is likely batch normalization: the model has {number} BatchNorm layer{'s' * (number > 1)}, which "
-            f"normalize over the {results.settings.batch_size} samples of one rank here and over all "
-            f"{results.settings.global_batch_size} under single. Layers of gz.SyncBatchNorm normalize over those of all ranks: "
-            "gz.SyncBatchNorm.convert_sync_batchnorm(model)."
+            f" The likely cause is batch normalization: the model has {layers} over the {results.settings.batch_size} samples "
+            f"of one rank here, and over all {results.settings.global_batch_size} under single. To normalize over the samples "
+            "of all ranks: gz.SyncBatchNorm.convert_sync_batchnorm(model)."
         )
     dropout = results.workload_details.get("dropout")
     if dropout not in (None, 0, 0.0, "0", "0.0", "none", "no", "off"):

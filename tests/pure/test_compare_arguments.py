@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import io
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from rich.console import Console
 
 from guozhuang import strategies
 from guozhuang.errors import UsageError
-from guozhuang.lab import options
+from guozhuang.lab import config, options
 from guozhuang.lab.contender import short_set
 from guozhuang.lab.plan import ComparisonPlan, notes_of, plan_of
 from guozhuang.world.machine import usable_cores
@@ -129,3 +130,68 @@ def test_a_missing_reference_is_noted(tmp_path: Path) -> None:
     enough = notes_of(_plan(tmp_path, "--strategies", "ddp,onebit", "--warmup-steps", "100"))
     assert not any("whole gradients" in note for note in enough)
     assert any("single was not compared" in note for note in notes_of(_plan(tmp_path, "--strategies", "ddp")))
+
+
+def _with_config(path: Path, text: str, *arguments: str) -> argparse.Namespace:
+    path.write_text(text)
+    words = [*arguments, "--config", str(path)]
+    return config.with_config(options.parser().parse_args(words), words)
+
+
+def test_a_config_file_has_every_option_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "compare.toml"
+    text = """
+        workload = "examples.own_workload:two_moons"
+        strategies = ["single", "ddp@gloo"]
+        steps = 100
+        warmup-steps = 7
+        json = true
+        fused = false
+        all = false
+        timeout = 30.5
+        text = ["title", "body"]
+        out = "there"
+        [option]
+        hidden = 256
+        depth = "2"
+    """
+    found = _with_config(path, text)
+    assert (found.workload, found.strategies) == ("examples.own_workload:two_moons", "single,ddp@gloo")
+    assert (found.steps, found.warmup_steps, found.json, found.fused, found.timeout) == (100, 7, True, False, 30.5)
+    assert (found.text, found.out, found.option) == (["title", "body"], Path("there"), ["hidden=256", "depth=2"])
+    # What the command line says goes before, also where one option takes the place of another.
+    found = _with_config(path, text, "--steps", "9", "--all", "--option", "hidden=1", "--fused")
+    assert (found.steps, found.all, found.strategies, found.fused) == (9, True, None, True)
+    assert sorted(found.option) == ["depth=2", "hidden=1"]
+    assert _with_config(path, text, "--epochs", "1").steps is None
+    # Every option that the command line has can be written in the file.
+    names = {name[2:] for a in options.parser()._actions for name in a.option_strings if not name.startswith("--no-")}
+    for name in names - {"help", "config", "h", ""}:
+        with pytest.raises(UsageError, match=r"is one value|is true or false|table of keys|no such choice|invalid"):
+            config.read({name: {"a": 1} if name != "option" else 3}, "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("stpes = 3", r"compare.toml: there is no such option of guozhuang compare .got 'stpes'.. Fix: write steps"),
+        ("qqqqqq = 3", "use the names of the options that guozhuang compare --help lists"),
+        ("config = 'other.toml'", "no such option"),
+        ("steps = 'many'", "compare.toml: argument --steps: invalid int value: 'many'"),
+        ("steps = true", "compare.toml: steps is one value"),
+        ("steps = [1, 2]", "compare.toml: steps is one value, not a list"),
+        ("device = 'gpu'", "invalid choice: 'gpu'"),
+        ("fused = 'yes'", "fused is true or false"),
+        ("option = 'a=1'", "option is a table of keys and values"),
+        ("steps = ", "compare.toml is not TOML"),
+    ],
+)
+def test_a_mistake_in_a_config_file_names_the_file(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        _with_config(tmp_path / "compare.toml", text)
+
+
+def test_a_config_file_that_is_not_there(tmp_path: Path) -> None:
+    words = ["--config", str(tmp_path / "no.toml")]
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        config.with_config(options.parser().parse_args(words), words)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import guozhuang
+from guozhuang import workloads
+from guozhuang.errors import UsageError
 from guozhuang.lab import compare, options
 from guozhuang.lab.progress import Forecast, PlannedRun, about, about_span
 from guozhuang.lab.results import RankRecord, Results, RunFailure, from_json
 from guozhuang.lab.runs import Runs
 from guozhuang.lab.worker import RunSpec
+from tests.processes import tiny_workload
 from tests.pure.made_up import record
 
 Play = Callable[[RunSpec], tuple[RankRecord, ...] | RunFailure]
@@ -30,6 +35,49 @@ def _run(monkeypatch: pytest.MonkeyPatch, out: Path, play: Play, *arguments: str
     told = parser.parse_args(["--workload", "tests.processes.tiny_workload:make", "--out", str(out), *arguments])
     code = compare.run(told)
     return code, from_json((out / "results.json").read_text())
+
+
+def test_from_python_with_a_function_of_a_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("cloudpickle")
+    made: dict[str, object] = {}
+
+    def execute(_: Runs, spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:
+        log.write_text("")
+        made.update(workload=workloads.load(spec.workload, spec.options), name=spec.workload)
+        return RunFailure("it broke", "", 0) if spec.strategy == "none" else _well(spec)
+
+    monkeypatch.setattr(Runs, "execute", execute)
+    monkeypatch.chdir(tmp_path)
+    size = 5
+
+    def own_model(options: dict[str, str]) -> workloads.Workload:  # closes over a name here: no process can import it
+        return replace(tiny_workload.make({}), details={"size": size, **options})
+
+    told = {"ranks": 2, "steps": 3, "rounds": 1, "out": "there", "option": {"depth": 2}, "progress": False}
+    found = guozhuang.compare(own_model, ["single", "ddp@gloo", "none"], **told)
+    assert isinstance(made["workload"], workloads.Workload) and str(made["name"]).endswith("/own_model.pickle")
+    assert made["workload"].details == {"size": 5, "depth": "2"} and not Path(str(made["name"])).exists()
+    assert [(row.name, row.ok) for row in found.rows] == [("single", True), ("ddp@gloo", True), ("none", False)]
+    assert found["ddp@gloo"].samples_per_s == pytest.approx(150) and found["none"].failure is not None
+    assert found.verdict.recommended == "ddp@gloo" and found.report == tmp_path / "there" / "report.html"
+    assert found.results.workload == "own_model" and "own_model" in str(found) and "Take ddp@gloo" in str(found)
+    assert found.results.command.startswith(
+        "guozhuang.compare(own_model, strategies=['single', 'ddp@gloo', 'none'], ranks=2"
+    )
+    with pytest.raises(KeyError, match="dp was not compared; rows: single"):
+        found["dp"]
+    # One that others can import is named.
+    guozhuang.compare(tiny_workload.make, "single", rounds=1, progress=False)
+    assert made["name"] == "tests.processes.tiny_workload:make"
+    for wrong, said in (
+        ({"step": 3}, "write steps"),
+        ({"fused": 1}, "is true or false"),
+        ({"steps": "x"}, "invalid int"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            guozhuang.compare(tiny_workload.make, "single", **wrong)
+    with pytest.raises(UsageError, match="neither a name nor a function"):
+        guozhuang.compare(3, "single")  # type: ignore[arg-type]
 
 
 def _well(spec: RunSpec) -> tuple[RankRecord, ...]:

@@ -182,6 +182,11 @@ def test_batch_norm_is_named_where_weights_differ() -> None:
         return " ".join(judge(comparison(row("single", 50, 51), far)).cautions)
 
     said = with_batch_norms(0.1, 3)
-    assert "3 BatchNorm layers" in said and "8 samples of one rank" in said and "all 16 under single" in said
+    assert (
+        "3 BatchNorm layers" in said
+        and "8 samples of one rank" in said
+        and "all 16 under single" in said
+        and "ddp ended 0.1" in said
+    )
     assert "convert_sync_batchnorm" in said
     assert "BatchNorm" not in with_batch_norms(0.1, 0) + with_batch_norms(1e-9, 3)
