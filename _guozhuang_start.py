@@ -51,7 +51,7 @@ def stand_in(theirs: type, ours: str) -> None:
         return
 
     def make(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return object.__new__(_named(ours)(cls) if is_wanted() else cls)
+        return object.__new__(_named(ours)(cls) if is_wanted() or kwargs.get("backend") == "shm" else cls)
 
     theirs.__new__ = make  # type: ignore[method-assign,assignment]
 
@@ -84,9 +84,17 @@ def _made(package: str, **options: Any) -> Any:
     return _named(f"{_LIGHTNING}:strategy_class")(package)(**options)
 
 
+def _allow_name(arguments: Any) -> None:
+    """Let the command lines of scripts that take transformers' TrainingArguments have ``--ddp_backend shm``."""
+    choices = arguments.__dataclass_fields__["ddp_backend"].metadata.get("choices")
+    if isinstance(choices, list) and "shm" not in choices:
+        choices.append("shm")
+
+
 # Modules of other libraries, an attribute that shows that the module has run, and what is done with its value then.
 _WAITING: dict[tuple[str, str], Callable[[Any], None]] = {
     ("accelerate.state", "PartialState"): lambda found: stand_in(found, f"{_ACCELERATE}:state_class"),
+    ("transformers.training_args", "TrainingArguments"): _allow_name,
     ("accelerate.accelerator", "Accelerator"): lambda found: stand_in(found, f"{_ACCELERATE}:accelerator_class"),
 }
 for _package in ("lightning.pytorch", "pytorch_lightning"):

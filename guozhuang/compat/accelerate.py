@@ -23,6 +23,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
 from torch import nn
@@ -84,14 +85,18 @@ class _StandIn:
 
 
 class _State(_StandIn):
-    """The part of ``PartialState`` that lets ``gz.init`` meet the other ranks, and says that they have CPUs where they do."""
+    """The part of ``PartialState`` that lets ``gz.init`` meet the other ranks, and says that they have CPUs where they do.
+
+    It acts where a strategy is asked for, and where the backend is "shm", whose name Accelerate refuses on CPUs.
+    """
 
     initialized: bool
+    backend: str | None
 
     def __init__(self, cpu: bool = False, **options: Any) -> None:
         if (
             not self.initialized
-            and _strategy() is not None
+            and (_strategy() is not None or options.get("backend") == "shm")
             and "init_method" not in options
             and prepared.variables_of_world()
         ):
@@ -100,6 +105,9 @@ class _State(_StandIn):
             # Accelerate calls no backend by a name that it does not know: the group is there when it looks.
             world = init(options.pop("backend", None), "cpu" if cpu else None, **limit)
             cpu = world.device.type == "cpu"
+            super().__init__(cpu, **options)  # type: ignore[call-arg]
+            self.backend = dist.get_backend()
+            return
         super().__init__(cpu, **options)  # type: ignore[call-arg]
 
     def destroy_process_group(self, group: Any = None) -> None:

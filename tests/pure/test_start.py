@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import _guozhuang_start as start
+import guozhuang  # noqa: F401  a program that imports it is served
 
 ROOT = Path(__file__).resolve().parents[2]
 
