@@ -23,7 +23,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = gz.prepare(model, optimizer)
 batches = gz.loader(dataset, batch_size=64 // world.size)
 
-for epoch in range(3):
+for epoch in gz.epochs(3):
     for x, y in batches:
         loss = torch.nn.functional.cross_entropy(model(x), y)
         loss.backward()

@@ -113,7 +113,8 @@ def epochs(num_epochs: int) -> Iterator[int]:
         state.epochs[loop] = epoch + 1
         registry.pause()
     if _saving.folder is not None and state.step > last_saved:
-        save(_saving.folder)
+        with contextlib.suppress(CheckpointError):  # the log has said why; the training itself is complete
+            save(_saving.folder)
 
 
 def save(folder: str | os.PathLike[str], *, wait: bool = True) -> None:

@@ -196,16 +196,7 @@ class TrainingState(Stateful):
             same = (mine["ranks"], each.strategy) == (about["ranks"], about["strategies"][i])
             if left_out := of_trained.restore(each, shared["trained"][i], own["trained"][i], same):
                 notes.append(f"{left_out} was left out, because it belongs to {about['ranks']} ranks")
-        for name, value in list(vars(self.values).items()):
-            if name not in own["kept"]:
-                notes.append(f"{name} of gz.keep is not in the checkpoint and stays as it is")
-            elif is_stateful(value):
-                value.load_state_dict(_copied(own["kept"][name]["state"]))
-            else:
-                setattr(self.values, name, _copied(own["kept"][name]["state"]))
-        forgotten = sorted(own["kept"].keys() - vars(self.values).keys())
-        if forgotten:
-            notes.append(f"the checkpoint holds {', '.join(forgotten)} too, which gz.keep was not given")
+        notes += _set_kept(self.values, own["kept"])
         self.step, self.epochs = shared["step"], list(shared["epochs"])
         self._load_loaders(shared["loaders"])
         self.registry.has_stepped = False
@@ -272,6 +263,22 @@ class TrainingState(Stateful):
         self.check(*parts)
         for note in self.restore(parts[0], parts[1], about):
             _log.warning("%s", note)
+
+
+def _set_kept(values: Values, saved: Mapping[str, Any]) -> list[str]:
+    """Restore what ``gz.keep`` was given; return what could not be restored."""
+    notes = []
+    for name, value in list(vars(values).items()):
+        if name not in saved:
+            notes.append(f"{name} of gz.keep is not in the checkpoint and stays as it is")
+        elif is_stateful(value):
+            value.load_state_dict(_copied(saved[name]["state"]))
+        else:
+            setattr(values, name, _copied(saved[name]["state"]))
+    forgotten = sorted(saved.keys() - vars(values).keys())
+    if forgotten:
+        notes.append(f"the checkpoint holds {', '.join(forgotten)} too, which gz.keep was not given")
+    return notes
 
 
 def _state_of(value: Any) -> dict[str, Any]:

@@ -94,13 +94,9 @@ def restore(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any],
     """
     module, model, optimizer = trained.module, trained.model, trained.optimizer
     _drop_gathered(module)
-    saved = {**shared.get("parameters", {}), **own.get("parameters", {})}
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(_divided_like(parameter, saved[name]))
-        for name, buffer in module.named_buffers():
-            buffer.copy_(own["buffers"][name])
-    for name, state in own.get("extra", {}).items():
+    _set_parameters(module, {**shared.get("parameters", {}), **own.get("parameters", {})})
+    _set_buffers(module, own["buffers"])
+    for name, state in own["extra"].items():
         module.get_submodule(name).set_extra_state(state)
     _load_optimizer(module, optimizer, own.get("optimizer") or shared["optimizer"])
     return _load_exchange(model, optimizer, own.get("exchange") or {}, same_run)
@@ -152,6 +148,18 @@ def _drop_gathered(module: nn.Module) -> None:
 
 def _whole(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _set_parameters(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.copy_(_divided_like(parameter, saved[name]))
+
+
+@torch.no_grad()
+def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    for name, buffer in module.named_buffers():
+        buffer.copy_(saved[name])
 
 
 def _divided_like(parameter: Any, value: Tensor) -> Tensor:

@@ -108,6 +108,9 @@ class Run:
                 if step == until:
                     return
 
+    def registered(self) -> gz.TrainingState:
+        return of_run._saving.state
+
     def module_with_whole_weights(self) -> nn.Module:
         if not any(hasattr(p, "full_tensor") for p in self.module.parameters()):
             return self.module
@@ -250,3 +253,73 @@ def diverges(rank: int, world_size: int, folder: str) -> None:
 
 def test_replicas_that_differ_are_refused_by_name(tmp_path) -> None:
     run_ranks(diverges, 2, str(tmp_path), init=False)
+
+
+def through_dcp(rank: int, world_size: int, strategies: tuple[str, ...], folder: str) -> list[str]:
+    """Like ``goes_on``, by PyTorch's own checkpoints."""
+    import torch.distributed.checkpoint as dcp
+
+    gz.init(timeout_s=30)
+    wrong = []
+    for strategy in strategies:
+        path = f"{folder}/{strategy}"
+        first = Run(strategy, rank)
+        first.train(until=SAVED_AT)
+        first.registered().step = SAVED_AT
+        dcp.save({"training": first.registered()}, checkpoint_id=path)
+        saved = first.everything()
+        second = Run(strategy, rank)
+        dcp.load({"training": second.registered()}, checkpoint_id=path)
+        assert second.registered().step == SAVED_AT
+        wrong += [f"{strategy}: {key}" for key in differing(saved, second.everything())]
+        del first, second
+    gz.shutdown()
+    return wrong
+
+
+@pytest.mark.slow
+def test_torchs_checkpoints_hold_every_rank(tmp_path) -> None:
+    strategies = ("ddp", "sharded", "sharded-weights", "diloco", "decentralized", "local-sgd", "dithering")
+    assert run_ranks(through_dcp, 2, strategies, str(tmp_path), init=False, timeout_s=100) == [[], []]
+
+
+def forgets(rank: int, world_size: int, strategy: str, folder: str) -> dict[str, list[str]]:
+    """Leave one part of a checkpoint out at a time when it is restored; return what differs at the end for each."""
+    from guozhuang.checkpoint import state as of_state
+    from guozhuang.checkpoint import trained as of_trained
+
+    gz.init(timeout_s=30)
+    first = Run(strategy, rank)
+    first.train(folder=folder)
+    expected = first.everything()
+    del first
+    found = {}
+    nothing: Any = lambda *_, **__: ""  # noqa: E731
+    for what, where, name, instead in (
+        ("nothing", of_state, "_machine", of_state._machine),
+        ("weights", of_trained, "_set_parameters", nothing),
+        ("buffers", of_trained, "_set_buffers", nothing),
+        ("extra states", Model, "set_extra_state", nothing),
+        ("optimizer", of_trained, "_load_optimizer", nothing),
+        ("exchange", of_trained, "_load_exchange", nothing),
+        ("generators", of_state, "_set_generators", nothing),
+        ("loader", of_state.TrainingState, "_load_loaders", nothing),
+        ("kept", of_state, "_set_kept", lambda *_: []),
+    ):
+        run = Run(strategy, rank)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, name, instead)
+            gz.restore(folder)
+        run.train()
+        found[what] = differing(expected, run.everything())
+        del run
+    gz.shutdown()
+    return found
+
+
+@pytest.mark.slow
+def test_whatever_is_left_out_is_noticed(tmp_path) -> None:
+    """The tests above would fail for each part that a checkpoint forgot."""
+    for found in run_ranks(forgets, 2, "local-sgd", str(tmp_path), init=False):
+        assert found.pop("nothing") == []
+        assert [what for what, differ in found.items() if not differ] == []

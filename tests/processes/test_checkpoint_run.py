@@ -1,0 +1,108 @@
+"""``guozhuang run --checkpoint``: runs whose ranks are killed at random end as if nobody had disturbed them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+
+from guozhuang.checkpoint.folder import CheckpointFolder, verify
+from tests.launching import Launched, guozhuang, write
+
+SCRIPT = """
+import hashlib, os, random, time
+import numpy as np
+import torch
+from torch import nn
+import guozhuang as gz
+
+world = gz.init(timeout_s=60)
+torch.manual_seed(0)
+x = torch.randn(160, 8)
+model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+for seed in (torch.manual_seed, random.seed, np.random.seed):
+    seed(world.rank)
+model, optimizer = gz.prepare(model, optimizer)
+kept = gz.keep(scheduler=scheduler, sums=0.0)
+batches = gz.loader(torch.utils.data.TensorDataset(x, x.sum(1) > 0), batch_size=2)
+for epoch in gz.epochs(4):
+    for a, b in batches:
+        loss = nn.functional.cross_entropy(model(a + random.random() * np.random.rand()), b.long())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        kept.sums += a.double().sum().item()
+        time.sleep(0.01)
+        if kept.sums and "BEGAN" in os.environ:
+            open(os.environ.pop("BEGAN") + f"/{os.getpid()}", "w").close()
+model.eval()
+found = hashlib.sha256()
+for tensor in (*model.parameters(), *model.buffers()):
+    found.update(tensor.detach().numpy().tobytes())
+print(f"rank {world.rank} ends with {found.hexdigest()[:16]} {kept.sums!r} {torch.rand(1).item()!r} {random.random()!r}")
+"""
+
+
+def results(printed: str) -> list[str]:
+    return sorted(re.findall(r"rank \d ends with .*", printed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "num_kills"), [("ddp", 4), ("sharded", 2), ("diloco", 2)])
+def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path, strategy, num_kills) -> None:
+    script = write(tmp_path, SCRIPT)
+    options = ("run", "-np", 2, "--strategy", strategy, "--every", "3steps")
+    undisturbed = guozhuang(*options, "--checkpoint", tmp_path / "a", script, folder=tmp_path)
+    expected = results(undisturbed.stdout)
+    assert len(expected) == 2, undisturbed
+    draw, began = random.Random(5), tmp_path / "began"
+    began.mkdir()
+    command = (*options, "--checkpoint", tmp_path / "b", "--max-restarts", num_kills, script)
+    seen: set[str] = set()
+    with Launched(*command, folder=tmp_path, BEGAN=str(began)) as launched:
+
+        def new_ranks() -> set[str]:
+            return {path.name for path in began.iterdir()} - seen
+
+        for _ in range(num_kills):
+            new = launched.until(new_ranks)
+            time.sleep(draw.random() * 0.5)
+            seen |= new | new_ranks()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(draw.choice(sorted(new))), signal.SIGKILL)
+        done = launched.wait(90)
+        assert not launched.left()
+    assert done.returncode == 0, done
+    resumed = done.stderr.count("goes on from")
+    assert resumed >= 1, done.stderr
+    assert results(done.stdout) == expected
+    folder = CheckpointFolder(tmp_path / "b")
+    assert len(folder.steps()) == 3 and not list(folder.path.glob("*.partial"))
+    for step in folder.steps():
+        verify(folder.of(step))
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_changes_nothing(tmp_path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a small file system needs root")
+    script = write(tmp_path, SCRIPT)
+    options = ("run", "-np", 2, "--every", "9steps", "--keep", 2)
+    expected = results(guozhuang(*options, "--checkpoint", tmp_path / "a", script, folder=tmp_path).stdout)
+    small = tmp_path / "small"
+    small.mkdir()
+    assert os.system(f"mount -t tmpfs -o size=100k none {small}") == 0
+    try:
+        done = guozhuang(*options, "--checkpoint", small / "b", script, folder=tmp_path)
+    finally:
+        assert os.system(f"umount {small}") == 0
+    assert results(done.stdout) == expected and len(expected) == 2
+    assert "was given up: " in done.stderr and "No space left on device" in done.stderr
