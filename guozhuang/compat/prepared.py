@@ -114,26 +114,26 @@ def load_whole_state(each: nn.Module | Optimizer, state: Mapping[str, Any], **op
 
 
 @contextmanager
-def taking_whole_states(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Let ``state_dict`` and ``load_state_dict`` of models mean whole states inside this context, for code that calls them."""
-    divided = [model for model in models if _is_divided(model)]
-    for model in divided:
-        model.state_dict = functools.partial(_by_class, model, whole_state)  # type: ignore[method-assign]
-        model.load_state_dict = functools.partial(_by_class, model, load_whole_state)  # type: ignore[method-assign]
+def taking_whole_states(several: Iterable[Any]) -> Iterator[None]:
+    """Let ``state_dict`` and ``load_state_dict`` of models and optimizers mean whole states, for code that calls them."""
+    divided = [each for each in several if isinstance(each, nn.Module | Optimizer) and _is_divided(each)]
+    for each in divided:
+        vars(each)["state_dict"] = functools.partial(_by_class, each, whole_state)
+        vars(each)["load_state_dict"] = functools.partial(_by_class, each, load_whole_state)
     try:
         yield
     finally:
-        for model in divided:
-            del model.state_dict, model.load_state_dict
+        for each in divided:
+            del vars(each)["state_dict"], vars(each)["load_state_dict"]
 
 
-def _by_class(model: nn.Module, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a function with a model whose own methods, without those of :func:`taking_whole_states`, it is to find."""
-    by_instance = {name: model.__dict__.pop(name) for name in ("state_dict", "load_state_dict")}
+def _by_class(each: nn.Module | Optimizer, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function with an object of which it is to find the methods that :func:`taking_whole_states` has replaced."""
+    replaced = {name: vars(each).pop(name) for name in ("state_dict", "load_state_dict")}
     try:
-        return call(model, *args, **options)
+        return call(each, *args, **options)
     finally:
-        model.__dict__.update(by_instance)
+        vars(each).update(replaced)
 
 
 def own_state(models: Sequence[nn.Module]) -> list[dict[str, Any]]:
