@@ -7,20 +7,25 @@ completion take a tenth of a second. So parsers stand in modules that do not imp
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import functools
 import importlib.metadata
 import os
 import platform
 import re
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.console.say import say
+
+_INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         say("interrupted", "guozhuang")
-        return 130
+        return _INTERRUPTED
 
 
 def parser() -> argparse.ArgumentParser:
@@ -124,6 +129,25 @@ def _open_closed() -> None:
             os.set_inheritable(opened, True)
 
 
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """Let Ctrl-C end the process at once inside of the ``with`` block: an import of torch can swallow the exception."""
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        say("interrupted", "guozhuang")
+        os._exit(_INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _run_parser() -> argparse.ArgumentParser:
     from guozhuang.launch.options.arguments import parser
 
@@ -133,10 +157,11 @@ def _run_parser() -> argparse.ArgumentParser:
 def _run(arguments: Sequence[str]) -> int:
     from guozhuang.launch.options.arguments import read
 
-    found = read(arguments, _suggesting)
-    from guozhuang import compat, public  # noqa: F401
-    from guozhuang.launch import agent
-    from guozhuang.launch.request import Request
+    with _importing():
+        found = read(arguments, _suggesting)  # torchrun's parser is torch's
+        from guozhuang import compat, public  # noqa: F401
+        from guozhuang.launch import agent, local_run  # noqa: F401
+        from guozhuang.launch.request import Request
 
     return agent.execute(found, Request(compat.extension()))
 
@@ -151,8 +176,9 @@ def _compare(arguments: Sequence[str]) -> int:
     from guozhuang.lab.config import with_config
 
     found = with_config(_suggesting(_compare_parser()).parse_args(list(arguments)), arguments)
-    from guozhuang import compat, public  # noqa: F401
-    from guozhuang.lab import compare
+    with _importing():
+        from guozhuang import compat, public  # noqa: F401
+        from guozhuang.lab import compare
 
     return compare.run(found, compat.extension().python_path)
 
@@ -165,8 +191,9 @@ def _check_parser() -> argparse.ArgumentParser:
 
 def _check(arguments: Sequence[str]) -> int:
     found = _suggesting(_check_parser()).parse_args(list(arguments))
-    from guozhuang import public  # noqa: F401
-    from guozhuang.check import command
+    with _importing():
+        from guozhuang import public  # noqa: F401
+        from guozhuang.check import command
 
     return command.execute(found)
 

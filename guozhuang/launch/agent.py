@@ -26,6 +26,7 @@ from guozhuang.launch.request import Request, RunReport, with_folders
 
 _log = logging.getLogger("guozhuang")
 _SECRET_BYTES = 32
+_FILES, _FILES_OF_A_RANK = 40, 8  # that an agent opens: 26 and 6 were counted, and some are open for a moment
 _ERROR_LEVEL = 2  # number of the level "error" in torch's C++ log
 _READ_S = 5.0  # seconds; how long after a signal the last message may wait for the reader of standard error
 
@@ -115,6 +116,7 @@ def _run(ours: Plan, request: Request) -> RunReport:
         _log.info("chosen: %s", decision)
     for note in ours.notes:
         say(note)
+    _allow_open_files(ours.num_local_ranks)
     _forget_timelines(ours)
     from guozhuang.launch.signals import SignalledError
 
@@ -184,6 +186,24 @@ def _errors_only() -> Iterator[None]:
     finally:
         if level is not None and before is not None:
             level.value = before
+
+
+def _allow_open_files(num_ranks: int) -> None:
+    """Raise this process's soft limit of open files where the ranks' pipes and handles need more; the ranks inherit it.
+
+    Raises:
+        UsageError: the hard limit is too low.
+    """
+    import resource
+
+    needed = _FILES + _FILES_OF_A_RANK * num_ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        what = f"this shell allows too few open files: the launcher of {num_ranks} ranks needs {needed}"
+        raise UsageError(explain(what, value=hard, fix="ulimit -n 1024, in a shell that may raise the limit"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _timeline_parts(ours: Plan) -> list[str]:

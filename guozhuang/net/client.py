@@ -325,7 +325,8 @@ class PatientStore:
             if not self._name:
                 raise
             is_silent = isinstance(error, OverdueError)
-            what = f"{self._name} {self._client.lost}" if is_silent else f"{self._name} is gone: {error}"
+            why = str(error).partition("\n")[0]  # frames of C++ may follow
+            what = f"{self._name} {self._client.lost}" if is_silent else f"{self._name} is gone: {why}"
             fix = (
                 LOOK_AT_THE_KEEPER
                 if is_silent

@@ -27,6 +27,7 @@ from guozhuang.net.meeting_point import MeetingPoint
 
 _BACKLOG = 2048
 _ONE_TRY_S = 5.0
+_OWN_S = 3.0  # seconds for a connection of this node to itself
 _log = logging.getLogger("guozhuang")
 
 
@@ -102,8 +103,12 @@ def serve(listener: socket.socket, timeout_s: float, *, is_shared: bool = False)
         listener: a bound and listening socket; the store owns it from now on.
         timeout_s: limit of each of the store's operations, in seconds.
         is_shared: allow ``share`` to find this store in this process.
+
+    Raises:
+        WorldError: this node cannot connect to its own address, so that torch would try to until the time-out.
     """
     host, port = listener.getsockname()[:2]
+    _check_own(host)
     return dist.TCPStore(
         {"0.0.0.0": interfaces.LOOPBACK, "::": "::1"}.get(host, host),
         port,
@@ -114,6 +119,21 @@ def serve(listener: socket.socket, timeout_s: float, *, is_shared: bool = False)
         multi_tenant=is_shared,
         master_listen_fd=listener.detach(),
     )
+
+
+def _check_own(host: str) -> None:
+    """Raise unless this node can connect to this address of its own, as it cannot while its loopback interface is down."""
+    with interfaces.listen_at(host) as there:
+        address, port = there.getsockname()[:2]
+        own = {"0.0.0.0": interfaces.LOOPBACK, "::": "::1"}.get(address, address)
+        try:
+            socket.create_connection((own, port), timeout=_OWN_S).close()
+        except OSError as error:
+            what = (
+                f"this node ({socket.gethostname()}) cannot connect to its own address {own}: {error.strerror or error}"
+            )
+            fix = "bring up its loopback interface, which carries that: ip link set lo up"
+            raise WorldError(explain(what, fix=fix)) from error
 
 
 def share(host: str, port: int, timeout_s: float) -> dist.TCPStore:

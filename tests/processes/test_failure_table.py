@@ -6,8 +6,11 @@ How a run ends that is ended from outside is in test_run_ends.py; what is refuse
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +18,8 @@ import psutil
 import pytest
 
 from guozhuang.world.machine import usable_cores
-from tests.launching import Launched, guozhuang, write
+from tests.hosts.network import missing
+from tests.launching import ROOT, Launched, environment, guozhuang, write
 from tests.ranks import RankError, run_ranks
 from tests.waiting import until
 
@@ -126,6 +130,53 @@ def test_a_worker_hangs(tmp_path: Path) -> None:
     report = done.stderr[done.stderr.index("guozhuang run: the ranks hung") :]
     assert report.startswith("guozhuang run: the ranks hung, held up by rank 1: 5 collectives"), report
     assert "ended itself first: exit code 75" in report
+
+
+# Stands for torch: like some modules of C that it imports, it takes any exception for a sign that something is missing.
+SWALLOWS = """
+import time
+open("importing", "w").close()
+try:
+    time.sleep(60)
+except BaseException:
+    pass
+raise SystemExit(9)
+"""
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    write(tmp_path / "torch", SWALLOWS, "__init__.py")
+    command = [sys.executable, "-m", "guozhuang", "run", "-np", "2", "train.py"]
+    environ = environment(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    with subprocess.Popen(command, env=environ, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        _wait_for(tmp_path / "importing")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (130, "guozhuang: interrupted\n")
+
+
+@pytest.mark.slow
+@pytest.mark.needs_root
+@pytest.mark.skipif(bool(missing()), reason=missing() or "it can")
+@pytest.mark.parametrize(
+    ("first", "code", "said"),
+    [
+        ("ulimit -n 24", 2, "too few open files: the launcher of 2 ranks needs 56 (got 24). Fix: ulimit -n 1024"),
+        ("ip link set lo down", 1, "cannot connect to its own address 127.0.0.1"),
+        ("hostname " + "n" * 64, 0, ""),
+    ],
+    ids=["few open files", "loopback is down", "a long name of the host"],
+)
+def test_a_narrow_machine(tmp_path: Path, first: str, code: int, said: str) -> None:
+    script = write(tmp_path, HANGS.replace("range(10)", "range(3)"))
+    command = f"ip link set lo up; {first}; exec {sys.executable} -m guozhuang run -np 2 {script}"
+    done = subprocess.run(
+        ["unshare", "--net", "--uts", "sh", "-c", command],
+        env=environment(), cwd=tmp_path, timeout=60, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == code and said in done.stderr, done
+    assert code == 0 or len(done.stderr.splitlines()) <= 2, done.stderr
 
 
 TALKS = """
