@@ -23,6 +23,7 @@ from ..errors import explain
 from ..exchange.base import Work
 from ..groups.serial import SerialThread, SerialWork
 from ..timeline import Timeline
+from ..world.versions import never_compiled
 from .buckets import Bucket
 
 
@@ -138,6 +139,7 @@ def weakly(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     """Return a hook that calls a bound method as long as its object lives, without keeping the object alive."""
     reference = weakref.WeakMethod(method)
 
+    @never_compiled
     def hook(*_: Any) -> Any:
         alive = reference()
         return None if alive is None else alive(*args)

@@ -25,6 +25,7 @@ from ..exchange.base import GradientExchange, Work
 from ..exchange.sparse import all_gather_mean, no_rows
 from ..groups.allocation import zeros_for
 from ..timeline import Timeline
+from ..world.versions import never_compiled
 from .buckets import Bucket, Caps
 from .forwards import Forwards, current_number
 from .passes import Pass, ReducerOptions, broken_off, late_gradient, record_ends, record_ready, record_start, weakly
@@ -322,6 +323,7 @@ class Reducer:
 
     # ---- These methods end a pass. -------------------------------------------------------------------------------------
 
+    @never_compiled
     def _finish(self) -> None:
         with self._lock:
             current = self._pass

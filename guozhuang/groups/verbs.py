@@ -113,6 +113,7 @@ def collective(prepare: Callable[..., PreparedCall]) -> Callable[..., dist.Work]
     (verb, options), native = VERBS[prepare.__name__], versions.name_of(prepare.__name__)
     num_arguments = prepare.__code__.co_argcount - 1
 
+    @versions.never_compiled
     @functools.wraps(prepare)
     def call(self: VerbGroup, *args: Any, opts: Any = None) -> dist.Work:
         if len(args) < num_arguments:

@@ -6,12 +6,14 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from guozhuang.errors import explain
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # The oldest version of PyTorch that works: it has stores on a given socket, process groups written in Python, and their names.
 OLDEST = (2, 11)
@@ -138,3 +140,16 @@ def bound_to_numa(command: list[str], local_rank: int, options: Any) -> list[str
         tuple(command), gpu_index=local_rank, numa_options=options
     )
     return list(wrapped)
+
+
+def never_compiled(function: _F) -> _F:
+    """Mark a function so that ``torch.compile`` leaves it, and what it calls, as they are; costs nothing per call.
+
+    For functions that PyTorch calls back (hooks, collectives of a group written in Python). While a compiled training step
+    runs backward, ``torch.compile`` would otherwise compile each of them.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
