@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import UsageError, explain
 from ..gradients.buckets import Caps
 
-_MIB = 1 << 20
+MIB = 1 << 20
 
 
 def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup:
@@ -23,7 +23,9 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any, modu
         RuntimeError: both were given, the mesh has more axes, or there is no default group (as PyTorch raises).
     """
     if process_group is not None and device_mesh is not None:
-        raise RuntimeError(explain("both process_group and device_mesh were given", fix="give one of them"))
+        raise RuntimeError(
+            explain("Cannot specify both process_group and device_mesh arguments", fix="give one of them")
+        )
     if device_mesh is None:
         chosen = process_group if process_group is not None else dist.group.WORLD
         if chosen is None:
@@ -32,7 +34,8 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any, modu
             )
         return chosen
     if device_mesh.ndim != 1:
-        raise RuntimeError(explain("the device mesh must have one axis", value=device_mesh, fix='slice it: mesh["dp"]'))
+        what = f"Only 1D device mesh is supported, but got {device_mesh}, which has more than one axis"
+        raise RuntimeError(explain(what, fix='slice it: mesh["dp"]'))
     if (
         device_mesh._get_root_mesh() != device_mesh
     ):  # for a slice of a larger mesh: parameters may be DTensors over another axis of that mesh
@@ -56,8 +59,8 @@ def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float]
                 explain("a bucket cap must be a positive number of MiB", value=cap, fix="leave it out for 25 MiB")
             )
     if bucket_cap_mb_list:
-        return Caps(tuple(max(int(cap * _MIB), 1) for cap in bucket_cap_mb_list))
-    return Caps.usual() if bucket_cap_mb is None else Caps.usual(max(int(bucket_cap_mb * _MIB), 1))
+        return Caps(tuple(max(int(cap * MIB), 1) for cap in bucket_cap_mb_list))
+    return Caps.usual() if bucket_cap_mb is None else Caps.usual(max(int(bucket_cap_mb * MIB), 1))
 
 
 def sync_choices(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
@@ -90,26 +93,29 @@ def choose_devices(
 
     Raises:
         UsageError: more than one device id, parameters on devices of several types, or ids where they have no meaning.
-        RuntimeError: a parameter has no shape yet (a lazy module before its first input), or an optimizer steps in backward.
+        RuntimeError: a parameter has no shape yet (a lazy module before its first input).
     """
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
         raise RuntimeError(
             explain(
-                "the module has uninitialized parameters",
+                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`",
                 fix="run one forward before wrapping, so that shapes are known",
             )
         )
-    refuse_optimizers_in_backward(parameters)
     if device_ids is not None and len(device_ids) > 1:
         raise UsageError(
-            explain("device_ids may hold one device", value=list(device_ids), fix="start one process per device")
+            explain(
+                "device_ids can only be None or contain a single element",
+                value=list(device_ids),
+                fix="start one process per device",
+            )
         )
     devices = {p.device for p in parameters}
     types = {device.type for device in devices}
     if len(types) > 1:
         raise UsageError(
             explain(
-                "the module's parameters are on devices of several types",
+                "DistributedDataParallel's input module must be on the same type of devices, but its parameters are on several",
                 value=sorted(map(str, devices)),
                 fix="move the whole module to one type of device",
             )
@@ -118,7 +124,8 @@ def choose_devices(
         if device_ids or output_device:
             raise UsageError(
                 explain(
-                    "device_ids and output_device are for a module that is whole on one accelerator; its parameters are on "
+                    "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules: "
+                    "the module must be whole on one accelerator; its parameters are on "
                     f"{sorted(map(str, devices))}",
                     value=(device_ids, output_device),
                     fix="leave both out",
@@ -136,18 +143,3 @@ def _index_of(device: Any, own: torch.device) -> int:
     if index is None:
         index = own.index or 0
     return int(index)
-
-
-def refuse_optimizers_in_backward(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise if an optimizer steps one of these parameters during backward.
-
-    Raises:
-        RuntimeError: the optimizer would step before gradients are averaged.
-    """
-    if any(hasattr(p, "_in_backward_optimizers") for p in parameters):  # torch.distributed.optim sets this attribute
-        raise RuntimeError(
-            explain(
-                "an optimizer was applied in backward to the module; it would step before gradients are averaged",
-                fix="call the optimizer's step() after backward",
-            )
-        )

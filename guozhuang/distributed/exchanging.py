@@ -76,12 +76,24 @@ class Exchanging:
             UsageError: the annotations of ``hook`` are not those of a communication hook.
             RuntimeError: a hook was registered before, or gradients have been exchanged already.
         """
-        check_hook(hook)
+        ddp = cast("DistributedDataParallel", self)
+        try:
+            check_hook(hook)
+        except (TypeError, UsageError) as error:
+            ddp.logger.set_error_and_log(f"{type(error)}: {error}")
+            raise
         self._choose(CommHook(hook, state), "a communication hook", hook)
+        ddp.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__qualname__))
 
     def _choose(self, exchange: GradientExchange[Any], what: str, value: object) -> None:
         if self._chosen is not None:
-            raise RuntimeError(explain(f"{what} can be registered only once", value=value, fix=_WRAP_ANEW))
+            raise RuntimeError(
+                explain(
+                    f"{what} can be registered only once",
+                    value=value,
+                    fix=_WRAP_ANEW,
+                )
+            )
         if self._precision is not None:
             raise RuntimeError(explain("mixed_precision has a communication hook of its own", fix="use one of the two"))
         if self._reducer is not None and self._reducer.step > 0:

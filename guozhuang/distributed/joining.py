@@ -33,7 +33,9 @@ class ShadowSteps(JoinHook):
     def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
         super().__init__()
         self._ddp = ddp
+        self._without_gradient: list[torch.Tensor] | None = None  # None: this rank has had data in all steps so far
         ddp.divide_by_initial_world_size = divide_by_initial_world_size
+        ddp.logger._set_uneven_input_join()
 
     def main_hook(self) -> None:
         """Take part in one step of the ranks with data, with zeros as gradients."""
@@ -41,14 +43,19 @@ class ShadowSteps(JoinHook):
         reducer = ddp.reducer
         if reducer is not None:
             refuse_switch(reducer.before_forward(), ddp.process_group.rank())
-        if ddp.will_sync_module_buffers():
-            sync_buffers(ddp, joined=True)
+        if ddp._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            if hasattr(ddp, "buffer_hook"):
+                ddp._sync_buffers()
+            else:
+                sync_buffers(ddp, joined=True)
         anyone_synchronizes = tell_synchronization(ddp, False)
         ddp.require_forward_param_sync = anyone_synchronizes
         if not anyone_synchronizes:
             return
         # While all parameters are frozen the reducer has no bucket, and there is nothing to exchange.
         if not ddp.keeps_gradients and reducer is not None and reducer.buckets:
+            if self._without_gradient is None:
+                self._without_gradient = [p for p in reducer.parameters if p.grad is None]
             reducer.shadow()
         if ddp.around is not None:
             ddp.around.shadow()
@@ -57,6 +64,8 @@ class ShadowSteps(JoinHook):
         """Copy the model of a rank that joined last; with a weight exchange, make all ranks' weights equal instead."""
         ddp = self._ddp
         ddp.in_join_context = False  # needed because PyTorch does not reset its own ``_join_config`` after the context
+        for parameter in self._without_gradient or ():
+            parameter.grad = None  # optimizers of other joined objects needed it; the program never made it
         if ddp.around is not None:
             ddp.around.changed = True  # other ranks made steps, even if this rank made none
             ddp.agree()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._profiler import _RecordFunctionFast
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.utils import _to_kwargs
@@ -30,13 +31,12 @@ from .arguments import (
     bucket_caps,
     choose_devices,
     choose_group,
-    refuse_optimizers_in_backward,
     sync_choices,
 )
 from .exchanging import Exchanging
 from .joining import ShadowSteps, check_can_join, refuse_switch, sync_buffers, tell_synchronization
 from .precision import MixedPrecision, Precision
-from .torch_reducer import TorchReducer
+from .torch_reducer import Logger, TorchReducer
 from .torch_surface import TorchSurface
 
 
@@ -87,6 +87,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         RuntimeError: no parameter requires a gradient; no process group; arguments PyTorch refuses with RuntimeError.
     """
 
+    logger: Any  # a Logger; PyTorch's belongs to its reducer
+
     def __init__(
         self,
         module: nn.Module,
@@ -112,11 +114,10 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
     ) -> None:
         nn.Module.__init__(self)  # not that of PyTorch's wrapper, which would make a reducer of its own
         Joinable.__init__(self)
-        self._inherited_attributes()
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise UsageError(
                 explain(
-                    "delay_all_reduce_named_params and param_to_hook_all_reduce belong together",
+                    "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time",
                     fix="give both or none",
                 )
             )
@@ -132,7 +133,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         if not any(p.requires_grad for p in [*handled, *(p for _, p in delayed)]):
             raise RuntimeError(
                 explain(
-                    "no parameter of the module requires a gradient",
+                    "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient",
                     fix="use the module as it is; there is nothing to average",
                 )
             )
@@ -154,8 +155,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         self.require_forward_param_sync = True
         self.divide_by_initial_world_size = True
         self.in_join_context = False
-        self._checked_optimizers = False  # the first forward checks again for optimizers that step during backward
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._inherited_attributes(bucket_cap_mb, bucket_cap_mb_list)
         self._delayed_names = [name for name, _ in delayed]
         self._trigger = (param_to_hook_all_reduce,)  # in a tuple, so that it does not become a parameter of the wrapper
         self._precision: Precision | None = None
@@ -191,6 +192,10 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         self._sparse = sparse_names(self.module)
         self._needs_reducer = any(p.requires_grad for _, p in self._averaged)
         self._additions = Additions(self._averaged)
+        self._num_in_backward = (
+            -1
+        )  # number of parameters with optimizers in backward that were seen; -1: none looked for
+        self.logger = Logger(self)
 
     @property
     def reducer(self) -> TorchReducer | None:  # type: ignore[override]  # there may be none, and it is made when needed
@@ -223,13 +228,13 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         if not dist.is_initialized() or self.process_group is not dist.group.WORLD:
             raise RuntimeError(
                 explain(
-                    "a DistributedDataParallel can be pickled only if it uses the default group",
+                    "DDP Pickling/Unpickling are only supported when using DDP with the default process group",
                     fix="pickle its .module",
                 )
             )
         if self.around is not None:
             raise RuntimeError(explain("a weight exchange in use cannot be pickled", fix="pickle the module's .module"))
-        left_out = {"process_group", "_reducer", "_averaged", "_additions"}
+        left_out = {"process_group", "_reducer", "_averaged", "_additions", "logger"}
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -253,13 +258,14 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
     @_disable_dynamo(recursive=False)  # torch.compile compiles the module inside, cut at the buckets
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module. With gradients enabled, the backward that follows averages gradients over all ranks."""
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        if self._precision is None:
-            outputs = self._run_ddp_forward(*inputs, **kwargs)
-        else:
-            with self._inside_ddp_forward():
-                outputs = self._precision.run(self.module, inputs, kwargs)
-        return self._post_forward(outputs)
+        with _RecordFunctionFast("DistributedDataParallel.forward"):  # a range in a profile, as with PyTorch's class
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            if self._precision is None:
+                outputs = self._run_ddp_forward(*inputs, **kwargs)
+            else:
+                with self._inside_ddp_forward():
+                    outputs = self._precision.run(self.module, inputs, kwargs)
+            return self._post_forward(outputs)
 
     @_disable_dynamo(recursive=True)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -269,9 +275,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
             self.around.note_forward(self.require_backward_grad_sync)
         if torch.is_grad_enabled() and self.reducer is not None:
             self.take_up_changes()
-        if torch.is_grad_enabled() and not self._checked_optimizers:
-            refuse_optimizers_in_backward(list(self.module.parameters()))
-            self._checked_optimizers = True
+        if torch.is_grad_enabled():
+            self._setup_in_backward_optimizers()
         if self._join_config.enable and not self._join_config.throw_on_early_termination:
             check_can_join(self)
         work = Join.notify_join_context(self)
@@ -280,11 +285,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
             if work is not None and not self.divide_by_initial_world_size:
                 work.wait()
                 self.reducer.num_active_ranks = int(work.result()[0].item())
-        if self.will_sync_module_buffers():
-            if self._join_config.enable:
-                sync_buffers(self, joined=False)
-            else:
-                self._broadcast_buffers()
+        if self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()
         if self._join_config.enable:
             tell_synchronization(self, self.require_backward_grad_sync and torch.is_grad_enabled())
         if self.device_ids:
@@ -294,6 +296,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
 
     @_disable_dynamo(recursive=True)
     def _post_forward(self, outputs: Any) -> Any:
+        if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()
         synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync and not self.keeps_gradients
         self.require_forward_param_sync = synchronizes
         if synchronizes and self.reducer is not None:
@@ -320,6 +324,9 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
             raise WorldError(f"{error} On this rank requires_grad was switched for {', '.join(changed)}.") from error
 
     def _broadcast_buffers(self) -> None:
+        if self._join_config.enable:
+            sync_buffers(self, joined=False)
+            return
         try:
             broadcast_tensors(self.modules_buffers, self.process_group, source=0)
         except RuntimeError as error:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
+import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..errors import UsageError, explain
-from ..exchange import CommHook, GradientExchange
 from ..exchange.comm_hook import Hook
 from ..gradients.buckets import Caps
+from ..weights.around import AroundSteps
+from ..weights.equal_start import broadcast_tensors
+from ..world.versions import never_compiled
+from .arguments import MIB
 from .torch_reducer import TorchReducer
+
+_here = threading.local()  # .active: the wrapper whose forward runs in this thread
 
 
 class TorchSurface:
@@ -35,7 +43,9 @@ class TorchSurface:
     find_unused_parameters: bool
     static_graph: bool
     _caps: Caps
-    _chosen: GradientExchange[Any] | None
+    around: AroundSteps | None
+    _averaged: list[tuple[str, nn.Parameter]]
+    _num_in_backward: int
 
     if TYPE_CHECKING:
 
@@ -44,34 +54,70 @@ class TorchSurface:
 
         def _connect(self) -> None: ...
 
+        def _broadcast_buffers(self) -> None: ...
+
         @property
         def reducer(self) -> TorchReducer | None:
             """Declared for type checkers; ``DistributedDataParallel`` defines it."""
 
-    def _inherited_attributes(self) -> None:
-        """Set the attributes that inherited methods and other libraries read, and that ``__init__`` does not set anyway."""
+    def _inherited_attributes(self, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
+        """Set the attributes that inherited methods and other libraries read, and that ``__init__`` does not set anyway.
+
+        ``bucket_bytes_cap`` is also the size by which ``torch.compile`` cuts its graphs.
+        """
+        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+        self.bucket_bytes_cap = max(self.bucket_bytes_cap_list, default=self._caps.each[-1])
+        if make_config := getattr(torch.nn.parallel.distributed, "_BucketCapacityConfig", None):  # since torch 2.13
+            self._bucket_config = make_config.create(bucket_cap_mb, bucket_cap_mb_list, use_python_reducer=False)
+        self._module_parameters = [
+            p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
+        ]
         self._use_python_reducer = False
-        self._lazy_init_ran = True
+        self._lazy_init_ran = self._has_rebuilt_buckets = True
+        self._comm_hooks: list[Any] = []
+        self._accum_grad_hooks: list[Any] = []
+        self._delay_all_reduce_params: list[Tensor] = []
         self._delay_grad_buffer: Tensor | None = None
+        self._delay_grad_views: list[Tensor] = []
         self._delay_all_reduce_all_params = False
         self._ddp_sink_clone = True
         self.use_side_stream_for_tensor_copies = False
-        self.broadcast_bucket_size = 250 << 20
+        self.broadcast_bucket_size = 250 * MIB
 
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """The size limit of all buckets but the first ones in bytes; ``torch.compile`` cuts its graphs by it."""
-        return self._caps.each[-1]
+    def _setup_in_backward_optimizers(self) -> None:
+        """Let optimizers of ``_apply_optimizer_in_backward`` step when their gradients are averaged, not when they are made.
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """PyTorch's older name of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
+        Raises:
+            RuntimeError: gradients of these parameters are not averaged, because weights are exchanged or they were frozen.
+        """
+        applied = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+        handles = {} if applied is None else applied.param_to_optim_hook_handle_map
+        if len(handles) == self._num_in_backward:
+            return
+        self._num_in_backward = len(handles)
+        found = [p for _, p in self._averaged if hasattr(p, "_in_backward_optimizers")]
+        if found and (self.around is not None or self.reducer is None):
+            what = "an optimizer was applied in backward to parameters whose gradients are not averaged by this wrapper"
+            raise RuntimeError(explain(what, fix="call the optimizer's step() after backward"))
+        for parameter in found:
+            for handle in handles.get(parameter, ()):
+                handle.remove()
+        if self.reducer is not None:
+            self.reducer.optimized = found
 
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
+    @contextlib.contextmanager
+    @never_compiled
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """Be the active wrapper in this context; PyTorch's own would let threads keep each other's wrappers alive."""
+        outer, _here.active = getattr(_here, "active", None), self
+        TorchDDP._active_ddp_module = self  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            _here.active = TorchDDP._active_ddp_module = outer
 
+    @functools.partial(never_compiled, recursive=False)
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module as the active wrapper, by whose bucket size ``torch.compile`` cuts its graphs.
 
@@ -79,7 +125,8 @@ class TorchSurface:
         """
         if self.bucket_bytes_cap < dist._DEFAULT_FIRST_BUCKET_BYTES:
             return self.module(*inputs, **kwargs)
-        return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[misc]
+        with self._inside_ddp_forward():
+            return self.module(*inputs, **kwargs)
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
@@ -90,18 +137,6 @@ class TorchSurface:
     def modules_buffers(self) -> list[Tensor]:
         """The module's present buffers that are broadcast, as a list."""
         return list(self.named_module_buffers.values())
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        """Split inputs along ``dim`` for several accelerators, as PyTorch's method does."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """Move inputs to an accelerator, as PyTorch's method does."""
-        return _to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id), False)
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Join outputs along ``dim`` on one accelerator, as PyTorch's method does."""
-        return gather(outputs, output_device, dim=self.dim)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """Register one of PyTorch's two built-in hooks, under the rules of :meth:`register_comm_hook`.
@@ -120,39 +155,7 @@ class TorchSurface:
             fix = "give torch.distributed.BuiltinCommHookType.ALLREDUCE or .FP16_COMPRESS"
             raise UsageError(explain("there is no such built-in communication hook", value=comm_hook_type, fix=fix))
         self.register_comm_hook(self.process_group, hook)
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return facts about this wrapper under PyTorch's keys; sizes in bytes, flags as 0 and 1.
-
-        The times of PyTorch's dictionary are left out; the timeline has them.
-        """
-        reducer = self.reducer
-        buckets = [] if reducer is None else reducer.buckets
-        sizes = [sum(p.numel() * p.element_size() for p in bucket.parameters) for bucket in buckets]
-        dtypes = sorted({str(p.dtype).removeprefix("torch.") for bucket in buckets for p in bucket.parameters})
-        return {
-            "world_size": self.process_group.size(),
-            "rank": self.process_group.rank(),
-            "module_name": type(self.module).__name__,
-            "backend_name": dist.get_backend(self.process_group),
-            "device_ids": ", ".join(map(str, self.device_ids or ())),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "is_multi_device_module": int(self.is_multi_device_module),
-            "has_sync_bn": int(any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())),
-            "num_parameter_tensors": sum(len(bucket.parameters) for bucket in buckets),
-            "total_parameter_size_bytes": sum(sizes),
-            "dtypes": ", ".join(dtypes),
-            "bucket_sizes": ", ".join(map(str, sizes)),
-            "bucket_cap_bytes": self._caps.each[-1],
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "forward_sync_buffers": int(self.forward_sync_buffers),
-            "static_graph": int(self.static_graph),
-            "comm_hook": getattr(self._chosen.hook, "__qualname__", "object")
-            if isinstance(self._chosen, CommHook)
-            else "",
-            "iteration": 0 if reducer is None else reducer.step,
-        }
+        cast(Any, self).logger._set_comm_hook_name(str(comm_hook_type))
 
     def _remove_autograd_hooks(self) -> None:
         """Remove the reducer's hooks from the parameters, whose gradients then stay on this rank."""
@@ -168,33 +171,77 @@ class TorchSurface:
         if self._reducer is not None and self._reducer._pass is not None:
             raise RuntimeError(
                 explain(
-                    "the last backward did not come to its end, so its gradients are not averaged",
+                    "Expected to have finished reduction in the prior iteration before starting a new one: the last backward "
+                    "did not come to its end, so its gradients are not averaged",
                     rank=self.process_group.rank(),
                     fix="call this after backward has returned; an error in backward leaves ranks apart",
                 )
             )
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Mark parameters and buffers of a module, by name, that a later wrapper must neither average nor broadcast."""
-        names = list(params_and_buffers_to_ignore)
-        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
-        tensors: Mapping[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        for name in names:
-            if name in tensors:
-                tensors[name]._ddp_ignored = True  # other parts of PyTorch read this attribute
-
     def _set_static_graph(self) -> None:
-        """Declare, before the first backward, that all steps use the same graph."""
+        """Declare, before the first backward, that all steps use the same graph.
+
+        Raises:
+            RuntimeError: gradients were averaged already.
+        """
         if self.static_graph:
-            warnings.warn("static_graph was set already", stacklevel=2)
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
             return
+        if self._reducer is not None and self._reducer.step > 0:
+            what = "set_static_graph() should be called before training loop starts"
+            text = explain(what, value=f"{self._reducer.step} steps", fix="pass static_graph=True to the constructor")
+            cast(Any, self).logger.set_error_and_log(text)
+            raise RuntimeError(text)
+        if self.find_unused_parameters:
+            what = "find_unused_parameters=True has no effect beside static_graph, which finds them in the first step"
+            warnings.warn(what, stacklevel=2)
         self.static_graph = True
         if self._reducer is not None:
             self._reducer.close()
         self._connect()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Average over other ranks from now on. Every rank of the old and the new group must call it, between two steps.
+
+        The exchange starts anew, without the state (error feedback, for example) that it had; weights are not made equal. A
+        rank that is not in the new group must not run a synchronized backward until it is in a group again.
+
+        Raises:
+            UsageError: a weight exchange is in use, which has groups of its own.
+        """
+        if self.around is not None:
+            what = "the process group cannot be changed while a weight exchange is in use"
+            raise UsageError(explain(what, fix="wrap the module anew with the new group"))
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+        if dist.distributed_c10d._rank_not_in_group(new_process_group):
+            return
+        self.process_group = new_process_group
+        self._connect()
+
+    def _assign_modules_buffers(self) -> None:
+        """Do nothing: ``modules_buffers`` and ``named_module_buffers`` always show the module's present buffers."""
+
+    def _sync_buffers(self) -> None:
+        """Make the buffers equal, by the registered hook if there is one, else from rank 0. Every rank must call it."""
+        hook = getattr(self, "buffer_hook", None)
+        if hook is None:
+            self._broadcast_buffers()
+            return
+        futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+        if futures is not None and self.reducer is not None:
+            self.reducer._install_post_backward_futures(futures)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        """Broadcast the buffers from a rank of the group. Every rank must call it."""
+        self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """Broadcast buffers (default: all that are broadcast) from a rank of the group. Every rank must call it."""
+        broadcast_tensors(self.modules_buffers if bufs is None else bufs, self.process_group, authoritative_rank)
 
 
 def _refuse(name: str) -> Any:
@@ -212,7 +259,6 @@ for _name in (
     "_register_accum_grad_hook",
     "_delayed_all_reduce_hook",
     "_register_delay_all_reduce_hook",
-    "_setup_in_backward_optimizers",
     "_fire_reducer_autograd_hook",
     "_root_copy_hook",
     "_module_wait_for_copy_hook",
@@ -222,13 +268,6 @@ for _name in (
     "_sync_final_model",
     "_match_all_reduce_for_bwd_pass",
     "_match_unused_params_allreduce",
-    "_register_buffer_comm_hook",
-    "_register_fused_optim",
-    "_sync_buffers",
-    "_sync_module_buffers",
-    "_default_broadcast_coalesced",
     "_set_sparse_metadata",
-    "_set_ddp_runtime_logging_sample_rate",
-    "_update_process_group",
 ):
     setattr(TorchSurface, _name, _refuse(_name))

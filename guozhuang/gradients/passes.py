@@ -12,8 +12,9 @@ gradient in an inner backward for the first time when its bucket was sent alread
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,16 +75,39 @@ class Pass:
     predicted_unused: list[int] = field(default_factory=list)
     on_timeline: dict[int, tuple[Work, int]] = field(default_factory=dict)  # by bucket: running exchange, start in ns
     watchers: list[SerialWork] = field(default_factory=list)  # threads' jobs that record when exchanges end
+    opened_ns: int = field(default_factory=time.time_ns)  # when backward reached the pass; times since 1970
+    sent_ns: int = 0  # when the first bucket was sent; 0: none was
+    ended_ns: int = 0  # when backward ended
 
 
 def late_gradient(name: str, options: ReducerOptions, rank: int) -> RuntimeError:
-    """Compose the error for a gradient that came after its bucket was sent. See [Note: nested backward]."""
-    promise, other = "", ", or static_graph=True if steps are alike"
-    if options.static_graph:
-        promise = " although static_graph=True promised that every step is alike"
-        other = " or leave static_graph out"
-    what = f"parameter {name!r} got another gradient, in an inner (re-entrant) backward, after its bucket was complete{promise}"
-    return RuntimeError(explain(what, rank=rank, fix=f"use checkpoint(..., use_reentrant=False){other}"))
+    """Compose the error for a gradient that no pass of this graph can have. See [Note: nested backward].
+
+    Without ``static_graph`` it came after its bucket was sent; with it, it came more often than in the first pass.
+    """
+    if options.static_graph:  # the first sentence is PyTorch's
+        what = (
+            "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then got "
+            "used in the second iteration. this is not compatible with static_graph set to True: "
+            f"parameter {name!r} got a gradient more than in the first pass"
+        )
+        fix = "leave static_graph out, and pass find_unused_parameters=True if steps use different parameters"
+        return RuntimeError(explain(what, rank=rank, fix=fix))
+    what = f"parameter {name!r} got another gradient, in an inner (re-entrant) backward, after its bucket was complete"
+    fix = "use checkpoint(..., use_reentrant=False), or static_graph=True if steps are alike"
+    return RuntimeError(explain(what, rank=rank, fix=fix))
+
+
+def graph_lacks(names: Mapping[int, str], rank: int) -> RuntimeError:
+    """Compose the error for a pass under ``static_graph`` that lacked gradients of the first one; ``names`` is by index."""
+    what = (  # PyTorch's sentences
+        "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that your "
+        "training graph has changed in this iteration, e.g., one parameter is used in first iteration, but then got unused in "
+        "the second iteration. this is not compatible with static_graph set to True.\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {' '.join(map(str, names))}; "
+        f"parameters which did not receive grad for rank {rank}: {', '.join(names.values())}"
+    )
+    return RuntimeError(explain(what, rank=rank, fix="leave static_graph out, and pass find_unused_parameters=True"))
 
 
 def broken_off(num_sent: int, num_buckets: int, rank: int) -> RuntimeError:

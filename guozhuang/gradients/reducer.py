@@ -13,44 +13,50 @@ gradient was `torch.autograd.grad` on an input and is dropped.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import Variable
 
 from ..exchange.base import GradientExchange, Work
 from ..exchange.sparse import all_gather_mean, no_rows
-from ..groups.allocation import zeros_for
 from ..timeline import Timeline
 from ..world.versions import never_compiled
+from .bucketed import BucketedParameters
 from .buckets import Bucket, Caps
 from .forwards import Forwards, current_number
-from .passes import Pass, ReducerOptions, broken_off, late_gradient, record_ends, record_ready, record_start, weakly
-from .selection import Selection
+from .passes import (
+    Pass,
+    ReducerOptions,
+    broken_off,
+    graph_lacks,
+    late_gradient,
+    record_ends,
+    record_ready,
+    record_start,
+    weakly,
+)
 from .unused import UnusedReport, UsedAnywhere
 
-_KEPT_SELECTIONS = 2
+_E = TypeVar("_E", bound=Exception)
 
 
-class Reducer:
+class Reducer(BucketedParameters):
     """Exchanges the gradients of all ranks while backward runs. Every rank must construct it, with equal parameters.
 
-    Args:
-        named_parameters: all parameters that may ever take part, with their names; those that require a gradient do.
-        sparse: names of parameters whose gradients are sparse.
-        group: the ranks.
-        exchange: the method by which full buckets are exchanged.
-        caps: upper bounds of the buckets' sizes.
-        options: see :class:`ReducerOptions`.
+    Args: see :class:`BucketedParameters`.
 
     Attributes:
-        step: number of passes so far.
         exchange_step: returns the step number to pass to the exchange; None: ``step``.
         num_active_ranks: divisor of a mean; less than the group's size while some ranks have run out of data.
         timeline: where spans are recorded; None (the default) costs nothing.
+        num_ranks_used: for each parameter on how many ranks it was used, where the ranks last agreed on it; empty before.
+        error: the text of the last error that was raised here; "" before.
     """
 
     def __init__(
@@ -62,96 +68,23 @@ class Reducer:
         caps: Caps,
         options: ReducerOptions,
     ) -> None:
-        self.group, self.exchange, self.caps, self.options = group, exchange, caps, options
-        self._candidates = list(named_parameters)
-        self._sparse = sparse
         self._unused = UnusedReport(group)
         self._lock = threading.RLock()  # autograd runs backward in one thread per device, and each calls hooks
-        self._selections: dict[Any, Selection] = {}
         self._pass: Pass | None = None
         self._last_pass: Pass | None = None  # keeps its works: see [Note: who drops a work last] in passes.py
         self._pass_since_forward = False
         self._forwards = Forwards()
         self._forward_start = current_number()
         self._any_backward = False  # whether the next backward is a pass, whichever forward made its graph
-        self.step = 0
         self.exchange_step: Callable[[], int] | None = None
         self.num_active_ranks = group.size()
         self.timeline: Timeline | None = None
-        self._state: Any = None
-        self._signature = self._sign()
-        self._selection = self._find_selection()
-        self._connect()
+        self.num_ranks_used: list[int] = []
+        self.error = ""
+        self._left_out: list[int] = []  # under static_graph, the parameters that the last pass lacked against the first
+        super().__init__(named_parameters, sparse, group, exchange, caps, options)
 
-    # ---- These methods choose the parameters that take part, and their buckets. ----------------------------------------
-
-    def _sign(self) -> tuple[tuple[bool, torch.dtype, torch.device], ...]:
-        return tuple((p.requires_grad, p.dtype, p.device) for _, p in self._candidates)
-
-    def _find_selection(self) -> Selection:
-        """Return the selection of the parameters that require a gradient now: the one used for them before, or a new one."""
-        selection = self._selections.pop(self._signature, None)
-        if selection is None:
-            chosen = [(name, p) for name, p in self._candidates if p.requires_grad]
-            delayed, trigger = self.options.delayed, self.options.trigger
-            selection = Selection(chosen, self._sparse, self.caps, zeros_for(self.group), delayed, trigger)
-        self._selections[self._signature] = selection
-        if len(self._selections) > _KEPT_SELECTIONS:  # keep few: each holds the memory of its buckets
-            del self._selections[next(iter(self._selections))]
-        return selection
-
-    def _connect(self) -> None:
-        self._selection.connect(lambda index: weakly(self.on_gradient, index))
-        self.use(self.exchange)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the parameters that take part."""
-        return self._selection.names
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters that take part."""
-        return self._selection.parameters
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets, in the order in which they are exchanged."""
-        return self._selection.placement.buckets
-
-    @property
-    def layout(self) -> list[tuple[int, ...]]:
-        """For each bucket the indices of its parameters in ``names`` and ``parameters``."""
-        return self._selection.placement.layout
-
-    def use(self, exchange: GradientExchange[Any]) -> None:
-        """Exchange gradients by the method ``exchange`` from now on. Every rank must call it, between steps."""
-        before = self._state if exchange is self.exchange else None
-        self.exchange = exchange
-        dense = self._selection.placement.dense
-        self._state = exchange.prepare(dense, self.group, before)
-        # Whether to wait for each exchange of several rounds before the next one starts, so that all ranks issue one order.
-        # Not on accelerators: there callbacks, which issue later rounds, run as soon as a work is issued, so in order anyway.
-        self._in_turn = not exchange.one_round and any(bucket.flat.device.type == "cpu" for bucket in dense)
-
-    def exchange_state(self) -> dict[str, Any]:
-        """Return the state of the exchange method, for a checkpoint. Every rank must call it."""
-        return self.exchange.state_dict(self._state)
-
-    def named_layout(self) -> list[list[str]] | None:
-        """Return the names of each bucket's parameters, once the ranks have agreed on their order."""
-        return self._selection.named_layout()
-
-    def load_exchange_state(self, saved: Mapping[str, Any], step: int, layout: list[list[str]] | None = None) -> None:
-        """Restore the results of ``exchange_state`` and ``named_layout`` at step ``step``. Every rank must call it."""
-        if layout is not None and self._selection.restore(layout):
-            self.use(self.exchange)
-        self.exchange.load_state_dict(self._state, saved)
-        self.step = step
-
-    def close(self) -> None:
-        """Remove the hooks from the parameters; their gradients stay local from then on."""
-        self._selection.disconnect()
+    # ---- This method runs between two passes. -----------------------------------------------------------------------------
 
     def before_forward(self) -> list[str]:
         """Check the last pass for unused parameters; change the buckets if parameters changed or a new bucket order is due.
@@ -171,29 +104,22 @@ class Reducer:
         if self._pass is not None:
             broken, self._pass = self._pass, None
             if broken.next_bucket or any(self._selection.views.filled):
-                raise broken_off(broken.next_bucket, len(self.buckets), self.group.rank())
+                raise self._noted(broken_off(broken.next_bucket, len(self.buckets), self.group.rank()))
+            if self.options.static_graph and not self._selection.watching:
+                self._left_out = self._lacking(broken)
+        if self._left_out:
+            left_out, self._left_out = {i: self.names[i] for i in self._left_out}, []
+            raise self._noted(graph_lacks(left_out, self.group.rank()))
         if self._pass_since_forward:
             self._pass_since_forward = False
             missing = self._selection.missing()
             if missing and not self.options.find_unused and not self.options.static_graph:
-                raise self._unused.error(missing, self.step - 1)
-        before, now = self._signature, self._sign()
-        if before != now:
-            self._signature = now
-            self.close()
-            left, self._selection = self._selection, self._find_selection()
-            self._selection.take_over(left)
-            self._connect()
-            return [name for (name, _), a, b in zip(self._candidates, before, now, strict=True) if a != b]
-        self.renew_buckets()
-        return []
-
-    def renew_buckets(self) -> bool:
-        """Apply the order of buckets that the ranks agreed on, if it is new and no pass is open; return whether it was."""
-        is_new = self._pass is None and self._selection.renew()
-        if is_new:
-            self.use(self.exchange)
-        return is_new
+                indices = [self.names.index(name) for name in missing]
+                raise self._noted(self._unused.error(missing, indices, self.step - 1))
+        changed = self.change_parameters()
+        if not changed:
+            self.renew_buckets()
+        return changed
 
     # ---- These methods run a pass. See [Note: one pass]. -------------------------------------------------------------
 
@@ -226,7 +152,8 @@ class Reducer:
             current.graph_start = current_number()
         Variable._execution_engine.queue_callback(self._finish)
         if self.options.find_unused and not self.options.static_graph and selection.predictable:
-            current.predicted_unused = selection.unreachable()
+            with _RecordFunctionFast("search_unused_parameters"):  # PyTorch's name of it in a profile
+                current.predicted_unused = selection.unreachable()
         if not selection.watching:
             for i in current.predicted_unused:
                 current.left[i] = 0
@@ -254,23 +181,25 @@ class Reducer:
             if current is None:
                 return
             current.num_fired += 1
-            current.fired[index] += 1
+            finds_unused = self.options.find_unused and not self.options.static_graph
+            if not finds_unused or selection.parameters[index].grad is not None:  # else it is undefined: not used here
+                current.fired[index] += 1
+            current.order.append(index)
             if selection.watching or not self.options.static_graph:
                 selection.nested[index] |= torch._C._current_graph_task_id() != current.task
             if selection.watching:
-                current.order.append(index)
                 return
             if selection.nested[index] and not self.options.static_graph:
                 if selection.views.filled[index]:
-                    raise late_gradient(self.names[index], self.options, self.group.rank())
+                    raise self._noted(late_gradient(self.names[index], self.options, self.group.rank()))
                 return
             left = current.left[index] = current.left[index] - 1
             if left > 0:
                 return
             bucket = selection.placement.bucket_of[index]
             if left < 0:  # the parameter was taken for unused, or got more gradients than in the first pass
-                if selection.views.filled[index] or bucket < current.next_bucket:
-                    raise late_gradient(self.names[index], self.options, self.group.rank())
+                if self.options.static_graph or selection.views.filled[index] or bucket < current.next_bucket:
+                    raise self._noted(late_gradient(self.names[index], self.options, self.group.rank()))
                 selection.predictable = False
             if not self.options.batched_copy:
                 selection.views.fill(index)
@@ -307,6 +236,7 @@ class Reducer:
         if bucket.sparse or (self.options.skip_unused and not any(self._is_used(current, i) for i in members)):
             current.works.append(None)  # not now: sparse buckets are exchanged when backward has ended
             return
+        current.sent_ns = current.sent_ns or time.time_ns()
         timeline, step = self.timeline, self.step if self.exchange_step is None else self.exchange_step()
         start_ns = 0 if timeline is None else timeline.now()
         work = self.exchange.start(bucket, self._state, step)
@@ -333,6 +263,7 @@ class Reducer:
             if current.num_fired == 0:
                 self._pass = None
                 return
+            current.ended_ns = time.time_ns()
             if self.timeline is not None:
                 self.timeline.mark("backward ended", "buckets", step=self.step)
             self._complete(current)
@@ -364,7 +295,8 @@ class Reducer:
             record_ends(current, self.timeline, at_end=True)
         used = [True] * n
         if asking is not None:
-            used = selection.used_in_first_pass = asking.result()
+            self.num_ranks_used = asking.counts()
+            used = selection.used_in_first_pass = [count > 0 for count in self.num_ranks_used]
         elif self.options.static_graph:  # agreed on in the first pass; no_sync gradients are alike on all ranks
             used = [a or b for a, b in zip(selection.used_in_first_pass, used_here, strict=True)]
         elif self.options.skip_unused:  # the view of a bucket that was not sent holds no result
@@ -376,6 +308,8 @@ class Reducer:
             elif used[i]:
                 selection.views.show(i)
         selection.views.end()
+        if self.options.static_graph and not selection.watching and not current.shadow:
+            self._left_out = self._lacking(current)
         self._learn(current)
         if not current.shadow:
             selection.unused_last = [not was_used for was_used in used_here]
@@ -383,6 +317,14 @@ class Reducer:
         self._last_pass, self._pass, self._any_backward = current, None, False
         self._pass_since_forward = not current.shadow
         self.step += 1
+
+    def _lacking(self, current: Pass) -> list[int]:
+        """Return the indices of parameters that got fewer gradients in this pass than in the first one."""
+        return [
+            i
+            for i, (fired, wanted) in enumerate(zip(current.fired, self._selection.expected, strict=True))
+            if fired < wanted
+        ]
 
     def _exchange_sparse(self, current: Pass, used: Sequence[bool]) -> None:
         for bucket, members in zip(self.buckets, self.layout, strict=True):
@@ -399,7 +341,11 @@ class Reducer:
 
     def cause_of(self, error: RuntimeError, what: str) -> RuntimeError:
         """Compose the error for a collective that failed: the cause that another rank reported, or that a rank is gone."""
-        return self._unused.cause_of(error, what, self.step)
+        return self._noted(self._unused.cause_of(error, what, self.step))
+
+    def _noted(self, error: _E) -> _E:
+        self.error = str(error)
+        return error
 
     def _learn(self, current: Pass) -> None:
         """Learn from the first pass: the order of buckets, as rank 0 saw it, and the number of each parameter's gradients."""

@@ -26,13 +26,15 @@ class UnusedReport:
         self._rank, self._size = group.rank(), group.size()
         self._notices = StepNotices(group, "unused") if self._size > 1 else None
 
-    def error(self, missing: Sequence[str], step: int) -> UnusedParameterError:
+    def error(self, missing: Sequence[str], indices: Sequence[int], step: int) -> UnusedParameterError:
         """Leave a notice of the parameters that had no gradient here and compose the error from the notices of all ranks."""
         found = {self._rank: ", ".join(missing)}
         if self._notices is not None:
             self._notices.leave(step, ", ".join(missing))
             found |= self._notices.read(step, patience_s=2.0)
-        return self._compose(found)
+        here = f"Parameter indices which did not receive grad for rank {self._rank}: {' '.join(map(str, indices))}"
+        here += f"\nParameters which did not receive grad for rank {self._rank}: {', '.join(missing)}"
+        return self._compose(found, here)
 
     def error_elsewhere(self, step: int) -> UnusedParameterError | None:
         """Return the error about unused parameters if another rank's notice concerns this step or the one before; else None.
@@ -64,18 +66,24 @@ class UnusedReport:
             )
         )
 
-    def _compose(self, found: dict[int, str]) -> UnusedParameterError:
+    def _compose(self, found: dict[int, str], here: str = "") -> UnusedParameterError:
+        """Compose the error; trainers and tests look for PyTorch's sentences, which are part of it."""
         rows = [(rank, found.get(rank, "(none reported)")) for rank in range(self._size)]
         text = explain(
-            "parameters got no gradient in the last backward, and finding unused parameters was not asked for",
+            "Expected to have finished reduction in the prior iteration before starting a new one: parameters got no gradient "
+            "in the last backward, and finding unused parameters was not asked for",
             rank=self._rank,
-            fix="pass find_unused_parameters=True, or make every parameter take part in the loss on every rank",
+            fix="enable it by passing the keyword argument `find_unused_parameters=True`, or make every parameter take part in "
+            "the loss on every rank: make sure that all `forward` function outputs participate in calculating loss",
         )
-        return UnusedParameterError(f"{text}\n{rank_table(('rank', 'parameters without a gradient'), rows)}")
+        if dist.get_debug_level() == dist.DebugLevel.OFF:
+            text += " For PyTorch's own checks set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+        table = rank_table(("rank", "parameters without a gradient"), rows)
+        return UnusedParameterError("\n".join(part for part in (text, here, table) if part))
 
 
 class UsedAnywhere:
-    """Finds out for each parameter whether any rank had a gradient, by an all-reduce that starts with the construction.
+    """Finds out for each parameter how many ranks had a gradient, by an all-reduce that starts with the construction.
 
     Every rank must construct it at the same point of the pass.
 
@@ -89,10 +97,10 @@ class UsedAnywhere:
         self._flags = torch.as_tensor(flags, dtype=torch.int32, device=device)
         self._work = None
         if group.size() > 1:
-            self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            self._work = dist.all_reduce(self._flags, group=group, async_op=True)
 
-    def result(self) -> list[bool]:
-        """Wait for the all-reduce; return for each parameter whether any rank used it, the same on all ranks."""
+    def counts(self) -> list[int]:
+        """Wait for the all-reduce; return for each parameter how many ranks used it, the same on all ranks."""
         if self._work is not None:
             self._work.wait()
-        return [bool(flag) for flag in self._flags.tolist()]
+        return [int(count) for count in self._flags.tolist()]

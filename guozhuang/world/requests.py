@@ -192,3 +192,23 @@ def requested_secret(environ: Mapping[str, str] | None = None) -> bytes:
         what = f"environment variable GUOZHUANG_SECRET must have at least {2 * _MIN_SECRET_BYTES} hexadecimal digits"
         raise UsageError(explain(what, value=f"{len(text)} digits", fix=fix))
     return secret
+
+
+_NAMED_BY_TORCH = {
+    "": ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES"),
+    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    "nccl": (
+        *("NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB_TIMEOUT"),
+        *("TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    ),
+}
+
+
+def torch_settings(backend: str) -> dict[str, str]:
+    """Return what PyTorch's wrapper logs of the environment, by its keys; "N/A" where a variable is not set.
+
+    Args:
+        backend: the name of the process group's backend.
+    """
+    names = (*_NAMED_BY_TORCH[""], *_NAMED_BY_TORCH.get(backend, ()))
+    return {name.lower().replace("torch_nccl", "nccl"): os.environ.get(name, "N/A") for name in names}

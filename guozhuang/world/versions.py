@@ -142,14 +142,17 @@ def bound_to_numa(command: list[str], local_rank: int, options: Any) -> list[str
     return list(wrapped)
 
 
-def never_compiled(function: _F) -> _F:
-    """Mark a function so that ``torch.compile`` leaves it, and what it calls, as they are; costs nothing per call.
+def never_compiled(function: _F, recursive: bool = True) -> _F:
+    """Mark a function so that ``torch.compile`` leaves it as it is, and if ``recursive`` what it calls; no cost per call.
 
     For functions that PyTorch calls back (hooks, collectives of a group written in Python). While a compiled training step
     runs backward, ``torch.compile`` would otherwise compile each of them.
     """
     from torch._C._dynamo import eval_frame
 
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    skip, inside = (
+        eval_frame._FrameAction.SKIP,
+        eval_frame._FrameAction.SKIP if recursive else eval_frame._FrameAction.DEFAULT,
+    )
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, inside))
     return function

@@ -10,12 +10,16 @@ which tests to skip: it is imported as for gloo (``like``), and the names of the
 that, so that exactly the tests of stock gloo run. Each test has ranks of its own, forked from this process, which has imported
 everything; after ``LIMIT_S`` the ranks of a test are ended. The last line that is printed counts the outcomes.
 
-From a test: ``run(backend, ddp, world_size, patterns)`` starts that process and returns the outcomes by test.
+Most tests of DDP are written for GPUs. With ``--on-cpu`` they run too: what moves a tensor or a module to a GPU leaves it where
+it is. Some then fail with PyTorch's class as well; what counts is that ours passes where PyTorch's passes.
+
+From a test: ``run(backend, ddp, world_size, patterns, on_cpu)`` starts that process and returns the outcomes by test.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -35,7 +39,13 @@ PASSED, SKIPPED = "passed", "skipped"
 
 
 def run(
-    backend: str, ddp: str, world_size: int, patterns: Sequence[str] = (), like: str = "gloo", timeout_s: float = 500.0
+    backend: str,
+    ddp: str,
+    world_size: int,
+    patterns: Sequence[str] = (),
+    like: str = "gloo",
+    timeout_s: float = 500.0,
+    on_cpu: bool = False,
 ) -> dict[str, str]:
     """Run the tests in a process of their own; return each test's outcome: "passed", "skipped: why", or the error's text.
 
@@ -46,6 +56,7 @@ def run(
         patterns: parts of the names of the tests that run; all tests if there are none.
         like: the backend whose tests run; tests of all_to_all on the CPU are marked for "mpi" alone.
         timeout_s: the limit of all tests together.
+        on_cpu: whether tests that are written for GPUs run too, on the CPU.
     """
     with tempfile.TemporaryDirectory(prefix="pytorch-own-") as folder:
         path = Path(folder, "outcomes.json")
@@ -62,6 +73,7 @@ def run(
             path,
             *patterns,
         ]
+        words += ["--on-cpu"] if on_cpu else []
         command = [sys.executable, "-m", "tests.pytorch_own.run", *map(str, words)]
         done = subprocess.run(command, cwd=ROOT, timeout=timeout_s, capture_output=True, text=True)
         assert path.exists(), f"{command} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
@@ -77,6 +89,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=4, help="number of ranks (default: 4)")
     parser.add_argument("--like", default="gloo", help="the backend whose tests run: gloo or mpi (default: gloo)")
     parser.add_argument("--json", type=Path, help="where to write each test's outcome")
+    parser.add_argument("--on-cpu", action="store_true", help="run tests that are written for GPUs, on the CPU")
     parser.add_argument("--list", action="store_true", help="print the names of the tests instead of running them")
     parser.add_argument("patterns", nargs="*", help="part of a test's name; all tests without one")
     asked = parser.parse_args()
@@ -88,7 +101,7 @@ def main() -> None:
         "INIT_METHOD": f"file://{tempfile.mkdtemp(prefix='pytorch-own-')}/store",
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT_S),
     }
-    case = test_case(asked.backend, asked.ddp, asked.like)
+    case = test_case(asked.backend, asked.ddp, asked.like, asked.on_cpu)
     names = unittest.TestLoader().getTestCaseNames(case)
     chosen = [name for name in names if not asked.patterns or any(part in name for part in asked.patterns)]
     if asked.list:
@@ -101,7 +114,7 @@ def main() -> None:
     print(dict(Counter(text.partition(":")[0].partition("\n")[0][:20] for text in outcomes.found.values())))
 
 
-def test_case(backend: str, ddp: str, like: str) -> Any:
+def test_case(backend: str, ddp: str, like: str, on_cpu: bool) -> Any:
     """Import PyTorch's tests, put our backend or class in place, and return the test case; called once in a process."""
     import torch.multiprocessing
     from torch.testing._internal import common_distributed
@@ -110,7 +123,9 @@ def test_case(backend: str, ddp: str, like: str) -> Any:
 
     # Without GPUs these tests would be skipped in their ranks; so no rank starts for them.
     needs_gpu = unittest.skip("needs a GPU") if not torch.cuda.is_available() else None
-    if needs_gpu is not None:
+    if on_cpu:
+        _run_without_gpus(common_distributed)
+    elif needs_gpu is not None:
         common_distributed.skip_if_no_gpu = needs_gpu
         common_distributed.skip_if_lt_x_gpu = lambda _, allow_cpu=False: (
             needs_gpu if not allow_cpu else lambda test: test
@@ -128,9 +143,13 @@ def test_case(backend: str, ddp: str, like: str) -> Any:
     stock.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append(backend)
     if backend != "gloo":
         _allow(stock)
-    if ddp == "guozhuang":
-        stock.DistributedDataParallel = guozhuang.DistributedDataParallel
-        torch.nn.parallel.DistributedDataParallel = guozhuang.DistributedDataParallel  # type: ignore[misc]
+    wrapper = guozhuang.DistributedDataParallel if ddp == "guozhuang" else torch.nn.parallel.DistributedDataParallel
+    if on_cpu:
+        wrapper = _taking_no_device(wrapper)
+        sys.modules[wrapper.__module__].DistributedDataParallel = wrapper  # type: ignore[attr-defined]  # for pickles
+    stock.DistributedDataParallel = wrapper
+    torch.nn.parallel.DistributedDataParallel = wrapper  # type: ignore[misc]
+    torch.nn.parallel.distributed.DistributedDataParallel = wrapper  # type: ignore[misc]
 
     class Stock(stock.TestDistBackend, stock.DistributedTest._DistTestBase):  # type: ignore[misc]
         def setUp(self) -> None:
@@ -197,6 +216,61 @@ class _Like(str):
         return other == self._other or str.__eq__(self, other)
 
     __hash__ = str.__hash__
+
+
+def _run_without_gpus(common: Any) -> None:
+    """Switch off the conditions that skip tests without GPUs, and make what moves tensors to GPUs leave them on the CPU."""
+    import torch
+    from torch import nn
+    from torch.overrides import TorchFunctionMode
+
+    def any_gpus(*args: Any, **options: Any) -> Any:
+        return lambda function: function
+
+    def nothing(*args: Any, **options: Any) -> None:
+        return None
+
+    def placed(device: Any) -> Any:
+        is_gpu = isinstance(device, int) and not isinstance(device, bool)
+        is_gpu = is_gpu or (isinstance(device, str) and device.startswith("cuda"))
+        return "cpu" if is_gpu or (isinstance(device, torch.device) and device.type == "cuda") else device
+
+    class OnCpu(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if function in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+                return args[0]
+            if function is torch.Tensor.to:
+                args = (args[0], *map(placed, args[1:]))
+            if "device" in kwargs:
+                kwargs["device"] = placed(kwargs["device"])
+            return function(*args, **kwargs)
+
+    for name in ("skip_if_lt_x_gpu", "nccl_skip_if_lt_x_gpu", "require_n_gpus_for_nccl_backend"):
+        setattr(common, name, any_gpus)
+    common.skip_if_no_gpu = lambda function: function
+    common.init_multigpu_helper = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
+    to = nn.Module.to
+    nn.Module.to = lambda self, *args, **options: to(self, *map(placed, args), **options)  # type: ignore[method-assign]
+    nn.Module.cuda = lambda self, *args: self  # type: ignore[method-assign]
+    torch.cuda.set_device = torch.cuda.synchronize = nothing
+    torch.cuda.device = lambda index: contextlib.nullcontext()  # type: ignore[misc, assignment]
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])
+    OnCpu().__enter__()
+
+
+def _taking_no_device(base: Any) -> Any:
+    """Return a class like ``base``, a wrapper, that ignores on which device it is told to work."""
+
+    class OnCpu(base):  # type: ignore[misc]
+        def __init__(
+            self, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **options: Any
+        ) -> None:
+            super().__init__(module, None, None, *args, **options)
+
+    OnCpu.__name__, OnCpu.__qualname__, OnCpu.__module__ = base.__name__, base.__qualname__, base.__module__
+    return OnCpu
 
 
 class _Outcomes(unittest.TestResult):
