@@ -2,6 +2,7 @@
 # make test       install what tests need, then lint, format, types and every test that is not marked slow
 # make test-all   the same, and the slow ones
 # make docs       the documentation site, in build/docs/site
+# make test-torch TORCH=2.15.0   with another version of PyTorch, in a virtual environment of its own, the tests that it could break
 # PYTHON=python3.12 make ...   chooses the interpreter that .venv is made with (3.11 or later)
 
 PYTHON ?= python3
@@ -9,7 +10,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 
-.PHONY: demo test test-all mutations docs lint style install clean
+# What an installation depends on.
+ENGINE := setup.py $(wildcard guozhuang/groups/shared_memory/*.[ch] guozhuang/exchange/kernels/*.[ch]) \
+	$(wildcard packaging/horovod/*.py packaging/horovod/*.pth packaging/horovod/*.toml packaging/horovod/*/horovod/*.py)
+
+.PHONY: demo test test-all test-torch mutations docs lint style install clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-text
@@ -26,6 +31,25 @@ test: style
 
 test-all: style $(VENV)/.installed-docs
 	@$(call PYTEST)
+
+# What another version of PyTorch could break: collectives and sends on every group, DDP, the sharded strategies, a few steps of
+# every strategy, groups whose ranks come and go, and the commands. PyPI's builds for Linux bring CUDA's libraries, 5 GB of them;
+# PIP_EXTRA_INDEX_URL and TORCH=2.15.0+cpu take the CPU build from an index that has it.
+TORCH ?= 2.15.0
+TORCH_VENV := .venv-torch-$(TORCH)$(if $(filter-out python3,$(notdir $(PYTHON))),-$(notdir $(PYTHON)))
+TORCH_TESTS := tests/pure/test_versions.py tests/threads/test_roll_call.py $(addprefix tests/processes/test_,$(addsuffix .py,\
+	shm_group shm_stock hierarchical reconfigure world equivalence sharding sharding_stages every_strategy compare run examples))
+
+test-torch: $(TORCH_VENV)/.installed
+	$(TORCH_VENV)/bin/python -c "import torch; print('PyTorch', torch.__version__)"
+	$(TORCH_VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow or versions" $(TORCH_TESTS)
+
+# Versions of PyTorch differ in the setuptools that they take.
+$(TORCH_VENV)/.installed: pyproject.toml constraints.txt $(ENGINE)
+	$(PYTHON) -m venv $(TORCH_VENV)
+	grep -v -E '^(torch|setuptools)==' constraints.txt >$(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torch==$(TORCH) --editable '.[text,test]'
+	@touch $@
 
 # Plants known faults in a copy of the tree, and expects the tests to fail.
 mutations: $(VENV)/.installed-test
@@ -44,7 +68,7 @@ style: $(VENV)/.installed-test
 install: $(VENV)/.installed-text
 
 clean:
-	rm -rf $(VENV) build *.egg-info packaging/horovod/build packaging/horovod/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build *.egg-info packaging/horovod/build packaging/horovod/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: '$(PYTHON)' was not found. Fix: install Python 3.11 or later (apt install python3 python3-venv), or set PYTHON=/path/to/python3."; exit 1; }
@@ -53,9 +77,6 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # A stamp per set of requirements, so that a second run installs nothing.
-ENGINE := setup.py $(wildcard guozhuang/groups/shared_memory/*.[ch] guozhuang/exchange/kernels/*.[ch]) \
-	$(wildcard packaging/horovod/*.py packaging/horovod/*.pth packaging/horovod/*.toml packaging/horovod/*/horovod/*.py)
-
 $(VENV)/.installed-text: pyproject.toml constraints.txt $(ENGINE) | $(BIN)/python
 	$(INSTALL) '.[text]'
 	@touch $@
