@@ -1,9 +1,9 @@
 """How long ranks of a group take to leave and to join by torch.distributed's own interface: "shm" against gloo.
 
-Three ranks of a reconfigurable group (PyTorch 2.14 or later): the last one is left out, then it joins again. The time is that of
-the slowest rank, from the call of `_reconfigure` on ranks that have just met to its return ("call"), and to the end of the first
-all_reduce (4 KB) of the new ranks ("with the first all_reduce"): gloo makes connections when they are first used. Alternating
-rounds; the ratio of the medians is what counts.
+Three ranks of a reconfigurable group (PyTorch 2.14 or later): the last one is left out, then it joins again. The time is that
+of the slowest rank, from the call of `_reconfigure` on ranks that have just met to its return ("call"), and to the end of the
+first all_reduce (4 KB) of the new ranks ("with the first all_reduce"): gloo makes connections when they are first used.
+Alternating rounds; the ratio of the medians is what counts.
 """
 
 from __future__ import annotations

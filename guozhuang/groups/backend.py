@@ -6,7 +6,6 @@ part: gloo, with a warning in the log. Importing this module loads only torch.di
 
 from __future__ import annotations
 
-import datetime
 import logging
 import sys
 from typing import Any
@@ -41,7 +40,9 @@ def _create(told: Any, options: Any) -> Any:
     from guozhuang.groups import roll_call
 
     if versions.field(told, "enable_reconfigure"):
-        return _reconfigurable(told)
+        from guozhuang.groups.reconfigurable import ReconfigurableGroup
+
+        return ReconfigurableGroup(store, rank, size, timeout)
     try:
         return _create_on_linux(told)
     except BaseException as error:  # the error is reported, so that peers waiting for this rank raise at once
@@ -74,39 +75,14 @@ def _create_on_linux(told: Any) -> Any:
             text = '"shm" needs its C part, which was not built for ranks %s: its groups are gloo groups here'
             _LOG.warning(text + " (install a C compiler and reinstall guozhuang)", lacking)
         return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
-    return _of_one_or_more_nodes(
-        store, rank, size, timeout, [Process.read(card) for card in cards], _num_neighbours(size)
-    )
-
-
-def _of_one_or_more_nodes(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: datetime.timedelta,
-    processes: list[Process],
-    num_neighbours: int | None = None,
-) -> Any:
-    """Make the group of these processes, by rank; ``num_neighbours``: how many ranks the job has on this node."""
+    processes = [Process.read(card) for card in cards]
     if len({each.node for each in processes}) == 1:
         from guozhuang.groups.shared_memory import SharedMemoryGroup
 
-        return SharedMemoryGroup(store, rank, size, timeout, num_neighbours, processes)
+        return SharedMemoryGroup(store, rank, size, timeout, _num_neighbours(size), processes)
     from guozhuang.groups.hierarchical import HierarchicalGroup
 
     return HierarchicalGroup(store, rank, size, timeout, processes)
-
-
-def _reconfigurable(told: Any) -> Any:
-    import guozhuang.groups.shared_memory.process_group  # noqa: F401  # now, so that the first change takes no longer
-    from guozhuang.groups.reconfigurable import ReconfigurableGroup
-    from guozhuang.groups.shared_memory.engine import native_built
-    from guozhuang.groups.shared_memory.rendezvous import identity
-
-    process, is_built = this_process(identity()), native_built()
-    return ReconfigurableGroup(
-        told.store, told.group_rank, told.group_size, told.timeout, process, is_built, _of_one_or_more_nodes
-    )
 
 
 def _num_neighbours(size: int) -> int:

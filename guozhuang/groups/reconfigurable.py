@@ -6,18 +6,18 @@
 
 Each change makes a group of its own for the ranks of that change, to which this group hands its calls.
 
-[Note: which change a call belongs to] Ranks that make one change meet under keys that name its ``uuid`` and a digest of its
-handles. A handle counts the changes that its process has tried, so a later try never has the same handles. The first rank to
-come writes the digest under the ``uuid``: a ``uuid`` that was used before is refused on every rank, at once, and no rank reads
-what ranks wrote for another change.
+[Note: which change a call belongs to] A handle holds the card of a socket on which its process waits for the ranks of one
+change (rendezvous.py), so ranks on one node connect without another exchange; each try makes a new one. The secrets of the
+cards are mixed with the ``uuid`` and all handles of the change, so that only ranks that make the same change connect. The
+first rank to come writes their digest under the ``uuid`` in the store: a ``uuid`` that was used before is refused on every
+rank at once.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
-import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,11 @@ from typing_extensions import override
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.groups.forwarding import ForwardingGroup
 from guozhuang.groups.serial import CallWork
-from guozhuang.watch.processes import Process
+from guozhuang.groups.shared_memory.engine import native_built
+from guozhuang.groups.shared_memory.process_group import SharedMemoryGroup, own_cores
+from guozhuang.groups.shared_memory.rendezvous import Card, Listener
 
+_BACKLOG = 1024  # the most connections of other ranks that wait while this rank has not begun the change
 _FIX = "exchange the texts that _get_reconfigure_handle returns now, and give all ranks the same list"
 
 
@@ -40,28 +43,24 @@ class ReconfigureHandle(NamedTuple):
     """What one process tells the others for a change; ``str`` and ``read`` turn it into a text and back.
 
     Attributes:
-        token: distinguishes the groups of all processes.
-        num_changes: how many changes the group has tried to make in that process.
         is_built: whether the C part of the shared-memory group was built in that process.
-        process: the process.
+        card: by which the other processes of its node connect to it.
     """
 
-    token: str
-    num_changes: int
     is_built: bool
-    process: Process
+    card: Card
 
     def __str__(self) -> str:
-        return f"shm:{self.token}:{self.num_changes}:{int(self.is_built)}:{self.process}"
+        return f"shm:{int(self.is_built)}:{self.card}"
 
     @classmethod
     def read(cls, text: str) -> ReconfigureHandle:
         """Return the handle that ``str`` turned into this text; raise ReconfigureError for another text."""
         try:
-            name, token, num_changes, is_built, process = text.split(":", 4)
+            name, is_built, card = text.split(":", 2)
             if name != "shm":
                 raise ValueError(name)
-            return cls(token, int(num_changes), bool(int(is_built)), Process.read(process))
+            return cls(bool(int(is_built)), Card.read(card))
         except ValueError as error:
             raise ReconfigureError(explain('no handle of an "shm" group', value=text, fix=_FIX)) from error
 
@@ -78,9 +77,6 @@ class ReconfigurableGroup(ForwardingGroup):
         rank: this process's rank until the first change.
         size: the number of ranks until the first change.
         timeout: the limit of each collective, and of a change that has no limit of its own.
-        process: this process.
-        is_built: whether the C part of the shared-memory group was built.
-        make: makes the group of one change, of ``(store, rank, size, timeout, processes by rank)``; collective.
     """
 
     # Read by torch.distributed from a group, or from a group's backend for a device: this object is both.
@@ -94,19 +90,18 @@ class ReconfigurableGroup(ForwardingGroup):
         rank: int,
         size: int,
         timeout: datetime.timedelta,
-        process: Process,
-        is_built: bool,
-        make: Callable[[dist.Store, int, int, datetime.timedelta, list[Process]], Any],
     ) -> None:
         super().__init__(rank, size, "shm")
-        self._store, self._timeout, self._make = store, timeout, make
-        self._handle = ReconfigureHandle(secrets.token_hex(8), 0, is_built, process)
+        self._store, self._timeout = store, timeout
+        self._listener: Listener | None = None
         self._group: Any = None
         self._lacks = "it has no ranks yet: call torch.distributed._reconfigure first"
 
     def get_reconfigure_handle(self) -> str:
         """Return the text by which other processes name this one in the next change. Not collective."""
-        return str(self._handle)
+        if self._listener is None:
+            self._listener = Listener(self._rank, own_cores(), _BACKLOG)
+        return str(ReconfigureHandle(native_built(), self._listener.card))
 
     def reconfigure(self, opts: Any) -> dist.Work:
         """Make the processes of these handles the ranks of the group. All of them must call it, and no other process.
@@ -125,7 +120,7 @@ class ReconfigurableGroup(ForwardingGroup):
         """
         texts = list(opts.handles) if isinstance(opts.handles, Sequence) else sorted(opts.handles)
         handles = [ReconfigureHandle.read(text) for text in texts]
-        mine = str(self._handle)
+        mine = self.get_reconfigure_handle()
         if len(set(texts)) < len(texts) or mine not in texts:
             what = "handles must be different" if mine in texts else "the handle of this rank is not among the handles"
             raise ReconfigureError(explain(what, value=texts, rank=self._rank, fix=_FIX))
@@ -134,9 +129,14 @@ class ReconfigurableGroup(ForwardingGroup):
             fix = "install a C compiler there and reinstall guozhuang, or use the gloo backend"
             raise ReconfigureError(explain(f'"shm" needs its C part, which was not built for ranks {lacking}', fix=fix))
         rank, size, timeout = texts.index(mine), len(texts), opts.timeout or self._timeout
-        self._handle = self._handle._replace(num_changes=self._handle.num_changes + 1)
-        store = self._claim(opts.uuid, texts, rank)
-        made = self._make(store, rank, size, timeout, [each.process for each in handles])
+        listener, self._listener = self._listener, None
+        assert listener is not None
+        try:
+            digest = self._claim(opts.uuid, texts, rank)
+            cards = [_of_this_change(each.card, digest) for each in handles]
+            made = self._make(dist.PrefixStore(f"reconfigure/{opts.uuid}", self._store), rank, timeout, listener, cards)
+        finally:
+            listener.close()
         made.set_timeout(self._timeout)
         before, self._group = self._group, made
         self._rank, self._size = rank, size
@@ -144,14 +144,23 @@ class ReconfigurableGroup(ForwardingGroup):
             before.abort()
         return CallWork()
 
-    def _claim(self, uuid: int, texts: Sequence[str], rank: int) -> dist.Store:
-        """Return the store of this change. See [Note: which change a call belongs to]."""
-        digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
-        claimed = self._store.compare_set(f"reconfigure/{uuid}", "", digest).decode()
-        if claimed != digest:
+    def _claim(self, uuid: int, texts: Sequence[str], rank: int) -> str:
+        """Return the digest of this change. See [Note: which change a call belongs to]."""
+        digest = hashlib.sha256("\n".join([str(uuid), *texts]).encode()).hexdigest()
+        if self._store.compare_set(f"reconfigure/{uuid}", "", digest).decode() != digest:
             what = "this uuid was already used for another change of the group's ranks, or with other handles"
             raise ReconfigureError(explain(what, value=uuid, rank=rank, fix="give a new uuid for every change"))
-        return dist.PrefixStore(f"reconfigure/{uuid}/{digest[:16]}", self._store)
+        return digest
+
+    def _make(
+        self, store: dist.Store, rank: int, timeout: datetime.timedelta, listener: Listener, cards: Sequence[Card]
+    ) -> Any:
+        processes, size = [card.process for card in cards], len(cards)
+        if len({each.node for each in processes}) == 1:
+            return SharedMemoryGroup(store, rank, size, timeout, size, processes, (listener, cards))
+        from guozhuang.groups.hierarchical import HierarchicalGroup
+
+        return HierarchicalGroup(store, rank, size, timeout, processes)
 
     @override
     def _target(self) -> Any:
@@ -228,3 +237,11 @@ class ReconfigurableGroup(ForwardingGroup):
         self._lacks = f"it has left its ranks ({how}): call torch.distributed._reconfigure with a new uuid"
         if before is not None:
             getattr(before, how)()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+def _of_this_change(card: Card, digest: str) -> Card:
+    """Return a card whose secret only ranks that make the change of this digest know."""
+    return card._replace(secret=hashlib.sha256(f"{card.secret} {digest}".encode()).hexdigest()[: len(card.secret)])

@@ -6,7 +6,7 @@ this node's /proc shows whether that runs. For a rank on another node, or withou
 
 [Note: what waiting costs the store] Ranks may wait for minutes while one saves, and one process serves them all. So a rank
 polls one key, less often where there are many ranks: only rank 0 asks whether all cards are there, and writes them all under
-one key, which the others read. Few ranks (``_FEW``) all ask for the cards themselves, and more often at first. While ranks are missing, each rank also looks now and then who they are. A look at the cards
+one key, which the others read. While ranks are missing, each rank also looks now and then who they are. A look at the cards
 themselves is one request for each missing rank. So a rank that looks at them writes the missing ranks under one key; the
 ranks count their looks in the store, and where many wait for many, only every n-th look is one at the cards. Together, up to
 1000 ranks poll at most 2000 times a second and look at most 500 times a second, with four requests for each look (and those
@@ -33,7 +33,6 @@ _FAILED: Final = "failed: "
 _LOOK_S: Final = 0.2  # seconds between two checks whether missing ranks have ended
 _LOOKS_PER_S, _CARDS_PER_S = 500, 2000  # of all ranks together; see [Note: what waiting costs the store]
 _FIRST_PAUSE_S: Final = 0.0005
-_FEW: Final = 16
 _FIX: Final = "look at that rank's own error"
 
 
@@ -76,10 +75,9 @@ def call(
     try:
         store.set(keys[rank], card)
         look_every_s = max(look_every_s, size / _LOOKS_PER_S)
-        reads_cards = rank == 0 or size <= _FEW
         began, next_look_s, pause_s = time.monotonic(), look_every_s, _FIRST_PAUSE_S
         has_seen_all = False
-        while not has_seen_all and not store.check(keys if reads_cards else [everybody]):
+        while not has_seen_all and not store.check([everybody] if rank else keys):
             waited_s = time.monotonic() - began
             if waited_s >= min(next_look_s, timeout_s):
                 next_look_s = waited_s + look_every_s
@@ -93,13 +91,12 @@ def call(
                     what = f"timed out: {named(missing)} did not come within {timeout_s:g} s {purpose}"
                     raise WorldError(explain(what, rank=rank, fix=fix))
             time.sleep(pause_s)
-            pause_s = min((1.25 if size <= _FEW else 2.0) * pause_s, look_s(waited_s, size))
-        if reads_cards or has_seen_all:
-            cards = [card.decode() for card in store.multi_get(keys)]
-            if rank == 0 or not reads_cards:
-                store.set(everybody, json.dumps(cards))
-        else:
-            cards = json.loads(store.get(everybody))
+            pause_s = min(2 * pause_s, look_s(waited_s, size))
+        if rank and not has_seen_all:
+            cards: list[str] = json.loads(store.get(everybody))
+        else:  # rank 0, or a rank that found all cards before rank 0 wrote them under one key
+            cards = [store.get(key).decode() for key in keys]
+            store.set(everybody, json.dumps(cards))
         return [_well(each, peer, rank) for peer, each in enumerate(cards)]
     except RuntimeError as error:
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):

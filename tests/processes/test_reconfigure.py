@@ -15,12 +15,16 @@ import torch.distributed as dist
 
 from guozhuang.errors import PeerLost, WorldError
 from guozhuang.groups import backend
-from guozhuang.groups.reconfigurable import ReconfigureError, ReconfigureHandle
+from guozhuang.groups.reconfigurable import ReconfigurableGroup, ReconfigureError, ReconfigureHandle
 from tests.processes.shm_ranks import held
 from tests.ranks import RankError, run_ranks
 
 THERE = hasattr(dist, "_reconfigure")
 LIMIT = datetime.timedelta(seconds=20)
+
+
+def made(told: Any, _: Any) -> ReconfigurableGroup:
+    return ReconfigurableGroup(told.store, told.group_rank, told.group_size, told.timeout)
 
 
 class Rank:
@@ -32,7 +36,7 @@ class Rank:
         more: dict[str, Any] = {"enable_reconfigure": True}
         if not THERE:
             backend.register()
-            dist.Backend.register_backend("changing", lambda told, _: backend._reconfigurable(told), True, ["cpu"])
+            dist.Backend.register_backend("changing", made, True, ["cpu"])
             name, more = "changing", {}
         dist.init_process_group(name, rank=number, world_size=count, store=self.store, timeout=LIMIT, **more)
         self.group: Any = dist.group.WORLD
@@ -58,6 +62,12 @@ class Rank:
     def meet(self, topic: str, count: int | None = None) -> None:
         self.store.set(f"met/{topic}/{self.number}", "")
         self.store.wait([f"met/{topic}/{rank}" for rank in range(count or self.count)])
+
+    def leave(self) -> None:
+        """Rank 0 keeps the store until the others need it no more."""
+        self.store.set(f"left/{self.number}", "")
+        if self.number == 0:
+            self.store.wait([f"left/{rank}" for rank in range(self.count)])
 
     def works(self) -> None:
         """Collectives and sends give what they should among the present ranks."""
@@ -149,7 +159,7 @@ def comes_and_goes(number: int, count: int) -> None:
     assert me.group.options._timeout == limit
     me.meet("end")
     dist.destroy_process_group()
-    del me
+    me.leave()
     deadline = time.monotonic() + 5.0
     while (left := {each for each in held() - before if "socket" not in each}) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -183,7 +193,8 @@ def loses_ranks(number: int, count: int) -> list[float]:
         took.append(time.monotonic() - began)
         me.works()
     with pytest.raises(WorldError, match=r"ranks \[1\] did not come within 0.5 s"):
-        other = str(ReconfigureHandle("0" * 16, 0, True, ReconfigureHandle.read(me.handle()).process))
+        handle = ReconfigureHandle.read(me.handle())
+        other = str(handle._replace(card=handle.card._replace(name="of nobody")))
         me.change(30, [me.handle(), other], timeout=datetime.timedelta(seconds=0.5))
     me.works()
     return took

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import json
 import os
 import signal
 import socket
@@ -21,8 +20,9 @@ import torch.distributed as dist
 from guozhuang.errors import PeerLost, WorldError
 from guozhuang.groups.shared_memory import rendezvous as meeting
 from guozhuang.groups.shared_memory.engine import STATE_OFFSET, RankState
-from guozhuang.groups.shared_memory.rendezvous import identity
+from guozhuang.groups.shared_memory.rendezvous import Card, identity
 from guozhuang.groups.shared_memory.segments import Segment
+from guozhuang.watch.processes import Process
 from tests.processes.shm_peers import (
     SOON_S,
     TIMEOUT_S,
@@ -154,13 +154,13 @@ def strangers(rank: int, size: int) -> str:
     """Ranks 0 and 1 meet, while rank 2 and rank 1 itself crowd rank 0's door."""
     store, open_sockets = a_store(), []
 
-    def crowd(card: list[Any], hello: bytes, number: int) -> None:
+    def crowd(card: Card, hello: bytes, number: int) -> None:
         for _ in range(number):
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stranger.settimeout(0.2)
             open_sockets.append(stranger)
             try:
-                stranger.connect(f"\0{card[1]}")
+                stranger.connect(f"\0{card.name}")
                 if hello:
                     socket.send_fds(stranger, [hello], [0])
             except OSError:  # the queue is full, or the door is closed by now
@@ -170,7 +170,7 @@ def strangers(rank: int, size: int) -> str:
     meeting.secrets = SimpleNamespace(token_bytes=lambda num: b"k" * num, token_hex=meeting.secrets.token_hex)
     before = held()
     if rank > 0:
-        card = json.loads(store.get("card/0"))
+        card = Card.read(store.get("card/0").decode())
         right = meeting._HELLO.pack(b"gz01", 1, 0, b"k" * 16, b"k" * 16)
         if rank == 1:  # the right process, but not the secrets; or no words, or too many
             for secrets in ((b"k" * 16, bytes(16)), (bytes(16), b"k" * 16)):
@@ -212,7 +212,7 @@ def wrong_listener(rank: int, size: int) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind("\0guozhuang-test-impostor")
         listener.listen(8)
-        store.set("card/0", json.dumps([os.getppid(), "guozhuang-test-impostor", "00" * 16, identity()]))
+        store.set("card/0", str(Card(Process(os.getppid(), 0, identity()), "guozhuang-test-impostor", "00" * 16, "")))
         barrier(size)
         listener.close()
     elif rank == 1:

@@ -31,7 +31,7 @@ from .endpoint import Endpoint
 from .engine import MAIN_BYTES, make_engine
 from .operations import Operations
 from .point_to_point import PointToPoint
-from .rendezvous import meet
+from .rendezvous import Card, Listener, Peers, connect, meet
 from .segments import Segment
 
 _MOMENT_S: Final = 1.0
@@ -53,6 +53,7 @@ class SharedMemoryGroup(CollectiveCalls):
         num_neighbours: the number of the job's ranks on this node, if larger than this group: if ranks outnumber the cores,
             waiting ranks sleep at once.
         processes: the process of each rank, if known, so that a rank that ended is named at once.
+        invited: this rank's listener and the cards of all ranks, where they were exchanged before.
 
     Raises:
         WorldError: ranks did not join within the time-out; the text names them.
@@ -66,12 +67,13 @@ class SharedMemoryGroup(CollectiveCalls):
         timeout: datetime.timedelta,
         num_neighbours: int | None = None,
         processes: Sequence[Process] = (),
+        invited: tuple[Listener, Sequence[Card]] | None = None,
     ) -> None:
         self._store, self._timeout = store, timeout
         self._process = os.getpid()
         try:
             self._resources = GroupResources(
-                store, rank, size, timeout.total_seconds(), num_neighbours or size, processes
+                store, rank, size, timeout.total_seconds(), num_neighbours or size, processes, invited
             )
         except BaseException as error:
             roll_call.tell_failed(store, "card", rank, error)
@@ -233,6 +235,7 @@ class GroupResources:
         timeout_s: limit of the rendezvous with the other ranks.
         num_neighbours: the number of the job's ranks on this node.
         processes: the process of each rank, if known.
+        invited: see ``SharedMemoryGroup``.
     """
 
     def __init__(
@@ -243,17 +246,22 @@ class GroupResources:
         timeout_s: float,
         num_neighbours: int,
         processes: Sequence[Process],
+        invited: tuple[Listener, Sequence[Card]] | None,
     ) -> None:
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._process = os.getpid()
-        mine = {"cores": sorted(os.sched_getaffinity(0)), "neighbours": max(num_neighbours, size)}
         main = Segment.create(MAIN_BYTES, f"guozhuang-{rank}")
-        self._peers, notes = meet(store, rank, size, timeout_s, main, json.dumps(mine), processes)
+        self._peers: Peers
+        if invited is None:
+            self._peers, notes = meet(store, rank, size, timeout_s, main, own_cores(num_neighbours), processes)
+        else:
+            listener, cards = invited
+            self._peers, notes = connect(rank, cards, listener, timeout_s, main), [card.note for card in cards]
         try:
             told = [json.loads(each) for each in notes]
             # Ranks may be bound to different cores, but must build the same programs: so each counts the cores of all ranks.
             cores = {core for each in told for core in each["cores"]}
-            self.crowded = max(each["neighbours"] for each in told) > len(cores)
+            self.crowded = max(size, *(each["neighbours"] for each in told)) > len(cores)
             controls = [segment.address for segment in self._peers.segments]
             engine = make_engine(rank, size, controls, self._peers.pidfds)
             self.arena = Arena(self._peers)
@@ -302,6 +310,11 @@ class GroupResources:
         if quiet:
             self.arena.close()
             self._peers.close()
+
+
+def own_cores(num_neighbours: int = 0) -> str:
+    """Return what a rank tells the others: the cores that it may run on, and the number of the job's ranks on its node."""
+    return json.dumps({"cores": sorted(os.sched_getaffinity(0)), "neighbours": num_neighbours})
 
 
 def _gone(rank: int) -> WorldError:

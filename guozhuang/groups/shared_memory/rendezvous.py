@@ -1,10 +1,10 @@
 """The rendezvous of a group's processes on one node, and the exchange of descriptors of shared memory.
 
 [Note: who may join] The sockets have abstract (no file) random names, which go through the group's store together with a
-secret of each rank. The first message on a connection proves that the sender knows the secrets of both ends. Any process that
-reaches the store's port can read the store, so the secrets alone prove little: the kernel's credentials of the other end
-(SO_PEERCRED) must also be this user and the process that the store lists for that rank. Any other connection is closed as
-soon as it is checked, and never delays the others: only connections with data are read, and a full queue is emptied.
+secret of each rank, as its card. The first message on a connection proves that the sender knows the secrets of both ends. Any
+process that reaches the store's port can read the store, so the secrets alone prove little: the kernel's credentials of the
+other end (SO_PEERCRED) must also be this user and the process that the store lists for that rank. Any other connection is
+closed as soon as it is checked, and never delays the others: only connections with data are read, and a full queue is emptied.
 
 [Note: why nobody waits in a circle] A rank connects to all lower ranks, in order, then accepts all higher ones. Connecting
 waits only for room in a lower rank's queue, which that rank empties as soon as it has connected to the ranks below it;
@@ -25,8 +25,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -38,7 +37,7 @@ from .engine import STATE_OFFSET, RankState
 from .peers import Peers, ended_events
 from .segments import Segment
 
-__all__ = ["Peers", "identity", "meet"]
+__all__ = ["Card", "Listener", "Peers", "connect", "identity", "meet"]
 
 _HELLO: Final = struct.Struct("<4sii16s16s")  # magic, sender's rank, _NOTES or _CHANNELS, receiver's secret, sender's
 _MAGIC: Final = b"gz01"
@@ -65,15 +64,60 @@ def identity() -> str:
         raise WorldError(explain(what, fix="use the gloo backend")) from error
 
 
-@dataclass(frozen=True)
-class _Card:
-    """The text that a rank writes to the store for the other ranks."""
+class Card(NamedTuple):
+    """What a rank tells the others before they connect; ``str`` and ``read`` turn it into a text and back.
 
-    pid: int
-    name: str  # name of the rank's listening socket
-    secret: bytes
-    identity: str
-    note: str  # what the rank tells the others besides
+    Attributes:
+        process: the rank's process, with the identity of its node.
+        name: the name of its listening socket.
+        secret: 16 random bytes in hexadecimal digits.
+        note: a text for the other ranks.
+    """
+
+    process: processes.Process
+    name: str
+    secret: str
+    note: str
+
+    def __str__(self) -> str:
+        return json.dumps([str(self.process), *self[1:]])
+
+    @classmethod
+    def read(cls, text: str) -> Card:
+        """Return the card that ``str`` turned into this text; raise ValueError for another text."""
+        process, name, secret, note = json.loads(text)
+        return cls(processes.Process.read(process), name, secret, note)
+
+
+class Listener:
+    """The socket on which this rank accepts the other ranks of one group. Its owner closes it.
+
+    Args:
+        rank: this process in the group, for errors.
+        note: a text for the other ranks, part of the card.
+        backlog: the most connections that wait to be accepted.
+
+    Attributes:
+        card: what the other ranks need to connect.
+
+    Raises:
+        WorldError: the system refused a socket.
+    """
+
+    def __init__(self, rank: int, note: str, backlog: int) -> None:
+        name = f"guozhuang-{secrets.token_hex(16)}"
+        self.card = Card(processes.this_process(identity()), name, secrets.token_bytes(16).hex(), note)
+        try:
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            self.socket.bind(f"\0{name}")
+            self.socket.listen(backlog)
+            self.socket.setblocking(False)
+        except OSError as error:
+            _refused(error, rank)
+
+    def close(self) -> None:
+        """Close the socket: ranks that try to connect learn that this rank gave up. Later calls do nothing."""
+        self.socket.close()
 
 
 def meet(
@@ -85,36 +129,61 @@ def meet(
     note: str = "",
     earlier: Sequence[processes.Process] = (),
 ) -> tuple[Peers, list[str]]:
-    """Connect the ranks of a group on one node, and map each other's main segments. Every rank must call it.
+    """Exchange cards through the store, then ``connect`` the ranks, as which it fails. Every rank must call it.
 
     Args:
         store: a PrefixStore that only this group uses.
         rank: this process in the group.
         size: number of ranks.
-        timeout_s: limit for the whole call, in seconds.
-        main: this rank's main segment, of the same size on all ranks. The returned Peers own it; it is closed on failure.
+        timeout_s: limit for each of both, in seconds.
+        main: as for ``connect``.
         note: a text for the other ranks.
         earlier: the process of each rank, if known before the call, so that a rank that ended is named at once.
 
     Returns:
         The connected ranks, and the note of each rank.
+    """
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(main.close)
+        on_failure.callback(_tell_broken, main)
+        listener = Listener(rank, note, 4 * size + 16)
+        on_failure.callback(listener.close)
+        node = listener.card.process.node
+
+        def ended(peer: int) -> int | None:
+            return earlier[peer].pid if earlier and earlier[peer].has_ended(node) else None
+
+        texts = roll_call.call(store, "card", rank, size, str(listener.card), timeout_s, ended)
+        on_failure.pop_all()
+    cards = [Card.read(text) for text in texts]
+    return connect(rank, cards, listener, timeout_s, main), [card.note for card in cards]
+
+
+def connect(rank: int, cards: Sequence[Card], listener: Listener, timeout_s: float, main: Segment) -> Peers:
+    """Connect the ranks of a group on one node, and map each other's main segments. Every rank must call it.
+
+    Args:
+        rank: this process in the group.
+        cards: of all ranks, by rank.
+        listener: this rank's, whose card is among them; it is closed.
+        timeout_s: limit for the whole call, in seconds.
+        main: this rank's main segment, of the same size on all ranks. The returned Peers own it; it is closed on failure.
 
     Raises:
-        WorldError: ranks did not join in time (the text names them), failed before, run on another node, or the store went
-            away.
+        WorldError: ranks did not join in time (the text names them), or run on another node.
         PeerLost: a rank ended, or failed, during the call.
         After an error no socket, descriptor or mapping is left open.
     """
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(main.close)
-        meeting = _MeshSetup(rank, size, timeout_s, main, note, earlier)
+        meeting = _MeshSetup(rank, cards, listener, timeout_s, main)
         on_failure.callback(meeting.close)
         on_failure.callback(_tell_broken, main)  # the last added runs first: while the segment is mapped
-        met = meeting.hold(store)
+        peers = meeting.hold()
         on_failure.pop_all()
-    meeting.listener.close()
+    listener.close()
     main.close_descriptor()
-    return met
+    return peers
 
 
 def _tell_broken(main: Segment) -> None:
@@ -122,33 +191,27 @@ def _tell_broken(main: Segment) -> None:
     ctypes.c_uint32.from_address(main.address + STATE_OFFSET).value = RankState.BROKEN
 
 
+def _refused(error: OSError, rank: int) -> NoReturn:
+    what = f"the system refused a socket or a descriptor while the group was made: {error.strerror}"
+    raise WorldError(explain(what, rank=rank, fix="raise the limit of open files (ulimit -n)")) from error
+
+
 class _MeshSetup:
     """The state of one rank during ``meet``."""
 
-    def __init__(
-        self, rank: int, size: int, timeout_s: float, main: Segment, note: str, earlier: Sequence[processes.Process]
-    ) -> None:
-        self._rank, self._size, self._timeout_s, self._main = rank, size, timeout_s, main
-        self._note, self._earlier = note, earlier
+    def __init__(self, rank: int, cards: Sequence[Card], listener: Listener, timeout_s: float, main: Segment) -> None:
+        self._rank, self._size, self._timeout_s, self._main = rank, len(cards), timeout_s, main
+        self._cards, self._listener = cards, listener
         self._deadline = time.monotonic() + timeout_s
-        self._cards: list[_Card] = []
-        self._pidfds = [-1] * size
-        self._segments: list[Segment | None] = [None] * size
-        self._meshes: tuple[list[socket.socket | None], ...] = ([None] * size, [None] * size)
+        self._pidfds = [-1] * self._size
+        self._segments: list[Segment | None] = [None] * self._size
+        self._meshes: tuple[list[socket.socket | None], ...] = ([None] * self._size, [None] * self._size)
         self._strangers: dict[int, socket.socket] = {}  # accepted connections without a first message; the oldest first
-        try:
-            self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        except OSError as error:
-            self._refused(error)
 
-    def hold(self, store: dist.Store) -> tuple[Peers, list[str]]:
-        """Exchange cards through the store, connect the sockets, exchange main segments; return as ``meet`` does."""
-        name = f"guozhuang-{secrets.token_hex(16)}"
+    def hold(self) -> Peers:
+        """Connect the sockets, exchange main segments; return the connected ``Peers``."""
         try:
-            self.listener.bind(f"\0{name}")
-            self.listener.listen(4 * self._size + 16)
-            self.listener.setblocking(False)
-            self._exchange_cards(store, _Card(os.getpid(), name, secrets.token_bytes(16), identity(), self._note))
+            self._refuse_other_nodes()
             for peer in self._others():
                 self._pidfds[peer] = self._open_pidfd(peer)
             for peer in range(self._rank):
@@ -160,7 +223,7 @@ class _MeshSetup:
         except PeerLost:
             raise
         except OSError as error:
-            self._refused(error)
+            _refused(error, self._rank)
         notes, channels = self._meshes
         for peer in self._others():
             if self._pidfds[peer] < 0:
@@ -169,12 +232,12 @@ class _MeshSetup:
                 self._pidfds[peer] = connection.fileno()
         segments = [segment for segment in self._segments if segment is not None]
         assert len(segments) == self._size
-        peers = Peers(self._rank, [card.pid for card in self._cards], self._pidfds, segments, notes, channels)
-        return peers, [card.note for card in self._cards]
+        pids = [card.process.pid for card in self._cards]
+        return Peers(self._rank, pids, self._pidfds, segments, notes, channels)
 
     def close(self) -> None:
         """Close all sockets, descriptors and segments after a failure."""
-        self.listener.close()
+        self._listener.close()
         self._drop_strangers(0)
         for each in (*self._meshes[0], *self._meshes[1]):
             if each is not None:
@@ -192,28 +255,18 @@ class _MeshSetup:
     def _left_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.0)
 
-    # The methods below use the store, and open pidfds.
-
-    def _exchange_cards(self, store: dist.Store, mine: _Card) -> None:
-        card = json.dumps([mine.pid, mine.name, mine.secret.hex(), mine.identity, mine.note])
-
-        def ended(peer: int) -> int | None:
-            process = self._earlier[peer] if self._earlier else None
-            return process.pid if process is not None and process.has_ended(mine.identity) else None
-
-        cards = roll_call.call(store, "card", self._rank, self._size, card, self._timeout_s, ended)
-        told = [json.loads(card) for card in cards]
-        self._cards = [_Card(pid, name, bytes.fromhex(secret), *rest) for pid, name, secret, *rest in told]
-        elsewhere = [peer for peer in self._others() if self._cards[peer].identity != mine.identity]
+    def _refuse_other_nodes(self) -> None:
+        here = self._cards[self._rank].process.node
+        elsewhere = [peer for peer in self._others() if self._cards[peer].process.node != here]
         if elsewhere:
             what = f"ranks {elsewhere} cannot share memory with this one: another node, user or namespace"
             fix = 'use the "gloo" backend, or "shm" by its name, which finds out itself'
-            raise WorldError(explain(what, value=self._cards[elsewhere[0]].identity, rank=self._rank, fix=fix))
+            raise WorldError(explain(what, value=self._cards[elsewhere[0]].process.node, rank=self._rank, fix=fix))
 
     def _open_pidfd(self, peer: int) -> int:
         """Return a pidfd of a peer, or -1 if the system has none. See [Note: what tells that a peer is gone] in peers.py."""
         try:
-            return processes.pidfd_open(self._cards[peer].pid)
+            return processes.pidfd_open(self._cards[peer].process.pid)
         except OSError as error:
             if error.errno == errno.ESRCH:
                 self._lost(peer, "ended while the group was made")
@@ -242,7 +295,9 @@ class _MeshSetup:
         if not self._is(connection, peer):
             self._lost(peer, "is not the process that listens in its place")
         try:
-            hello = _HELLO.pack(_MAGIC, self._rank, mesh, card.secret, self._cards[self._rank].secret)
+            hello = _HELLO.pack(
+                _MAGIC, self._rank, mesh, *map(bytes.fromhex, (card.secret, self._cards[self._rank].secret))
+            )
             connection.send(hello, socket.MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError):
             self._lost(peer, "gave up while the group was made")
@@ -250,14 +305,14 @@ class _MeshSetup:
     def _accept(self) -> None:
         higher = range(self._rank + 1, self._size)
         poller = select.poll()
-        poller.register(self.listener, select.POLLIN)
+        poller.register(self._listener.socket, select.POLLIN)
         while missing := [peer for peer in higher if not all(mesh[peer] for mesh in self._meshes)]:
             if not self._left_s():
                 self._missing(missing, "to connect")
             for fd, _ in poller.poll(min(self._left_s(), _SLICE_S) * 1e3):
-                if fd == self.listener.fileno():
+                if fd == self._listener.socket.fileno():
                     with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                        stranger, _ = self.listener.accept()
+                        stranger, _ = self._listener.socket.accept()
                         if not any(self._is(stranger, peer) for peer in missing):
                             stranger.close()
                             continue
@@ -284,8 +339,8 @@ class _MeshSetup:
         magic, peer, mesh, mine, its = _HELLO.unpack(message)
         if magic != _MAGIC or not self._rank < peer < self._size or mesh not in (_NOTES, _CHANNELS):
             return False
-        knows = hmac.compare_digest(mine, self._cards[self._rank].secret)
-        knows &= hmac.compare_digest(its, self._cards[peer].secret)
+        knows = hmac.compare_digest(mine.hex(), self._cards[self._rank].secret)
+        knows &= hmac.compare_digest(its.hex(), self._cards[peer].secret)
         if not knows or not self._is(connection, peer) or self._meshes[mesh][peer] is not None:
             return False
         self._meshes[mesh][peer] = connection
@@ -295,7 +350,7 @@ class _MeshSetup:
         """Return whether the kernel's credentials show that this peer is at the other end of a connection."""
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(raw)
-        return (pid, uid) == (self._cards[peer].pid, os.getuid())
+        return (pid, uid) == (self._cards[peer].process.pid, os.getuid())
 
     def _drop_strangers(self, num_kept: int) -> list[int]:
         """Close the oldest connections without a first message; return their former descriptors, which a poller still has."""
@@ -363,11 +418,6 @@ class _MeshSetup:
         raise WorldError(explain(what, rank=self._rank, fix=fix))
 
     def _lost(self, peer: int, how: str) -> NoReturn:
-        pid = self._cards[peer].pid
+        pid = self._cards[peer].process.pid
         text = explain(f"rank {peer} (pid {pid}) {how}", rank=self._rank, fix=_FIX)
         raise PeerLost(text, rank=peer, pid=pid, waiting_in="making the group")
-
-    def _refused(self, error: OSError) -> NoReturn:
-        what = f"the system refused a socket or a descriptor while the group was made: {error.strerror}"
-        fix = "raise the limit of open files (ulimit -n)"
-        raise WorldError(explain(what, rank=self._rank, fix=fix)) from error
