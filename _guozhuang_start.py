@@ -57,14 +57,16 @@ def stand_in(theirs: type, ours: str) -> None:
 
 
 def _replace_function(module: Any, name: str, ours: str) -> None:
+    """Let a function of torch, under all names by which torch's modules know it, be ``ours(theirs, ...)``."""
     theirs = getattr(module, name)
 
     @functools.wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:
         return _named(ours)(theirs, *args, **kwargs)
 
-    for holder in (module, sys.modules[module.__name__.rpartition(".")[0]]):
-        setattr(holder, name, call)
+    for each in list(sys.modules.values()):
+        if getattr(each, "__name__", "").startswith("torch.") and vars(each).get(name) is theirs:
+            setattr(each, name, call)
 
 
 def _named(path: str) -> Callable[..., Any]:

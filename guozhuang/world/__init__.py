@@ -8,6 +8,7 @@ list of launchers), ``guozhuang.net.meet`` (how ranks find each other), ``sessio
 from guozhuang.world import versions
 
 # isort: split
+from guozhuang.world.devices import backend_of_cpu_ranks
 from guozhuang.world.identity import World
 from guozhuang.world.requests import (
     requested_backend,
@@ -22,6 +23,7 @@ from guozhuang.world.session import before_leaving, current, init, shutdown
 
 __all__ = [
     "World",
+    "backend_of_cpu_ranks",
     "before_leaving",
     "current",
     "init",

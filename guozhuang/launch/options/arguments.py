@@ -29,6 +29,12 @@ def parser() -> argparse.ArgumentParser:
     )
     ours.add_argument("--strategy", metavar="NAME", help="How gz.prepare spreads the training; see the README.")
     ours.add_argument(
+        "--replace-ddp",
+        "--replace_ddp",
+        action="store_true",
+        help="For scripts that use PyTorch alone: its DistributedDataParallel is ours, and gloo on one node is shm.",
+    )
+    ours.add_argument(
         "--backend", metavar="NAME", help="What carries collectives, where the script leaves it to gz.init."
     )
     ours.add_argument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -113,6 +114,9 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     if found.strategy is not None:
         _check_strategy(found.strategy, num_local_ranks, most_nodes)
         variables["GUOZHUANG_STRATEGY"] = found.strategy
+    if found.replace_ddp:
+        _check_replacement(found.strategy, environ)
+        variables["GUOZHUANG_REPLACE_DDP"] = "1"
     if found.backend is not None:
         _check_backend(found.backend)
         variables["GUOZHUANG_BACKEND"] = found.backend
@@ -289,6 +293,21 @@ def _warming_up(name: str) -> list[str]:
     if not num_steps:
         return []
     return [f"{name} sends whole gradients in its first {num_steps} steps, so what it saves shows only after them"]
+
+
+def _check_replacement(strategy: str | None, environ: Mapping[str, str]) -> None:
+    """Check that ``--replace-ddp`` will have its effect: PyTorch must call us when a script imports it."""
+    if strategy not in (None, "ddp"):
+        what = (
+            "--replace-ddp puts the strategy ddp into a script's DistributedDataParallel; others need the optimizer too"
+        )
+        raise UsageError(explain(what, value=strategy, fix="leave --strategy out, or call gz.prepare in the script"))
+    if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        what = "--replace-ddp acts when torch is imported, and TORCH_DEVICE_BACKEND_AUTOLOAD switches that off"
+        raise UsageError(explain(what, value=environ["TORCH_DEVICE_BACKEND_AUTOLOAD"], fix="unset that variable"))
+    if not importlib.metadata.entry_points(group="torch.backends", name="guozhuang"):
+        what = "--replace-ddp acts by an entry point, which this installation of guozhuang does not have"
+        raise UsageError(explain(what, fix="install guozhuang anew with pip"))
 
 
 def _check_backend(name: str) -> None:

@@ -1,0 +1,63 @@
+"""``guozhuang run --replace-ddp``: scripts that know PyTorch alone get this project's class and backend.
+
+``_guozhuang_start`` calls the functions below in place of PyTorch's class and of ``init_process_group``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from guozhuang.distributed import DistributedDataParallel
+from guozhuang.world import backend_of_cpu_ranks
+
+_said: set[str] = set()
+
+
+def wrapper_for(asked: type) -> type:
+    """Return this project's class where PyTorch's own is asked for, and any subclass of it as it is."""
+    if asked is not nn.parallel.DistributedDataParallel:
+        return asked
+    _say("the script's DistributedDataParallel is Guozhuang's")
+    return DistributedDataParallel
+
+
+def init_process_group(theirs: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Make the default group as ``theirs`` does, with "shm" in the place of gloo where all ranks are on this node."""
+    asked = args[0] if args else options.get("backend")
+    size, local_size = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    ours, why = "", "the ranks are on several nodes"
+    if size == local_size and size.isdigit():
+        ours, why = backend_of_cpu_ranks(["this node"] * int(size))
+    backend = asked if ours in ("", dist.Backend.GLOO) else _with(ours, asked)
+    if args:
+        args = (backend, *args[1:])
+    else:
+        options["backend"] = backend
+    if backend != asked:
+        _say(f"the script's group of backend {asked or 'gloo'} is one of {backend}: {why}")
+    elif _with("shm", asked) != asked:
+        _say(f"the script's group keeps its backend {asked or 'gloo'}: {why}")
+    theirs(*args, **options)
+
+
+def _with(ours: str, asked: Any) -> Any:
+    """Return the name of a backend with ``ours`` in gloo's place; anything else as it is."""
+    if asked is None:
+        return None if torch.accelerator.is_available() else ours
+    parts = [part.strip() for part in str(asked).lower().split(",")]
+    replaced = [ours if part == dist.Backend.GLOO else "cpu:" + ours if part == "cpu:gloo" else part for part in parts]
+    return asked if replaced == parts else ",".join(replaced)
+
+
+def _say(text: str) -> None:
+    """Say something once, on the rank that all runs have."""
+    if text not in _said and os.environ.get("RANK", "0") == "0":
+        print(f"guozhuang: {text}", file=sys.stderr, flush=True)
+    _said.add(text)
