@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from guozhuang.lab.results import PHASES, Results, StrategyRow
 
@@ -16,7 +17,11 @@ _INK = "#1f2328"  # the SVG has "currentColor" in its place, so that text takes 
 _GRID = "#8b949e"
 _COLORS = {"single": "#4477aa", "ddp": "#cc3344", "torch-ddp": "#ee8822", "dp": "#228866", "none": "#8b949e"}
 _MORE_COLORS = ("#aa66aa", "#33a0b8", "#997744", "#5a5ac8", "#b0a000", "#d0609a", "#70a040", "#404a5c", "#c8a080")
-_Drawing = Callable[[list[StrategyRow], Mapping[str, str], Any], None]
+# The widths of a picture, in inches: on a page that is wide enough, and on a telephone.
+_WIDE, _NARROW = 7.6, 4.2
+# The characters of a line of a strategy's name.
+_NAME_CHARACTERS = {_WIDE: 24, _NARROW: 18}
+_Drawing = Callable[[list[StrategyRow], Mapping[str, str], float, Any], None]
 _PHASE_COLORS = {
     "data": "#a0a8b0",
     "forward": "#4477aa",
@@ -26,22 +31,46 @@ _PHASE_COLORS = {
 }
 
 
-def draw(results: Results) -> Mapping[str, tuple[bytes, str]]:
-    """Draw every plot for which there are results.
+class Picture(NamedTuple):
+    """A plot: the bytes of a PNG file, and SVG elements for a wide and for a narrow page."""
 
-    Returns:
-        For each name (``speed``, ``step``, ``loss``) the PNG file's bytes and the SVG element's text.
-    """
+    png: bytes
+    svg: str
+    narrow_svg: str
+
+
+def draw(results: Results) -> Mapping[str, Picture]:
+    """Draw every plot for which there are results; return them by name (``speed``, ``step``, ``loss``)."""
     rows = [row for row in results.rows if row.ok]
     if not rows:
         return {}
     chosen = colors(results)
     drawings: dict[str, _Drawing] = {"speed": _speed, "step": _step, "loss": _loss}
-    heights = {"speed": 0.9 + 0.36 * len(rows), "step": 1.25 + 0.36 * len(rows), "loss": 3.2}
-    return {
-        name: _render(name, functools.partial(drawing, rows, chosen), heights[name])
-        for name, drawing in drawings.items()
-    }
+    found = {}
+    for name, drawing in drawings.items():
+        wide, narrow = (
+            _render(
+                f"{name}{'-narrow' * (width == _NARROW)}",
+                functools.partial(drawing, rows, chosen, width),
+                (width, _height(name, rows, width)),
+                with_png=width == _WIDE,
+            )
+            for width in (_WIDE, _NARROW)
+        )
+        found[name] = Picture(*wide, narrow[1])
+    return found
+
+
+def _height(name: str, rows: list[StrategyRow], width: float) -> float:
+    """Return the height of a picture, in inches: a line for each strategy, or for each line of the legend."""
+    if name == "loss":
+        return 2.6 + 0.21 * math.ceil(len(rows) / _num_columns(width))
+    lines = sum(max(2, _wrapped(row, width).count("\n") + 1) for row in rows)
+    return {"speed": 0.9, "step": 1.25}[name] + 0.18 * lines + 0.25 * (width == _NARROW)
+
+
+def _num_columns(width: float) -> int:
+    return 4 if width == _WIDE else 2
 
 
 def colors(results: Results) -> dict[str, str]:
@@ -54,7 +83,7 @@ def colors(results: Results) -> dict[str, str]:
     }
 
 
-def _render(name: str, drawing: Callable[[Any], None], height: float) -> tuple[bytes, str]:
+def _render(name: str, drawing: Callable[[Any], None], size: tuple[float, float], with_png: bool) -> tuple[bytes, str]:
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -73,12 +102,13 @@ def _render(name: str, drawing: Callable[[Any], None], height: float) -> tuple[b
         "hatch.linewidth": 0.6,
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(7.6, height), layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         drawing(axes)
         png, svg = io.BytesIO(), io.StringIO()
-        figure.savefig(png, format="png", dpi=160, facecolor="white")
+        if with_png:
+            figure.savefig(png, format="png", dpi=160, facecolor="white")
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return png.getvalue(), _inline(name, svg.getvalue())
 
@@ -94,10 +124,10 @@ def _inline(name: str, svg: str) -> str:
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r"font: (\w+) ([\d.]+px)[^;\"]*", r"font-weight: \1; font-size: \2", svg)
     svg = svg.replace(_INK, "currentColor")
-    return svg.replace("<svg", f'<svg class="plot" role="img" aria-label="{name}"', 1).strip()
+    return svg.replace("<svg", f'<svg class="plot" role="img" aria-label="{name.partition("-")[0]}"', 1).strip()
 
 
-def _speed(rows: list[StrategyRow], chosen: Mapping[str, str], axes: Any) -> None:
+def _speed(rows: list[StrategyRow], chosen: Mapping[str, str], width: float, axes: Any) -> None:
     from guozhuang import units
 
     places = range(len(rows))
@@ -121,32 +151,30 @@ def _speed(rows: list[StrategyRow], chosen: Mapping[str, str], axes: Any) -> Non
             textcoords="offset points",
             va="center",
         )
-    axes.set_xlim(0, max(row.fastest for row in rows) * 1.13)
-    _strategies_down(rows, axes)
-    axes.set_xlabel("samples/s: median, slowest and fastest round (more is better)")
+    axes.set_xlim(0, max(row.fastest for row in rows) * (1.13 if width == _WIDE else 1.25))
+    _strategies_down(rows, axes, width)
+    _label_below(axes, "samples/s: median, slowest and fastest round", "(more is better)", width)
 
 
-def _step(rows: list[StrategyRow], chosen: Mapping[str, str], axes: Any) -> None:
+def _step(rows: list[StrategyRow], chosen: Mapping[str, str], width: float, axes: Any) -> None:
     starts = [0.0] * len(rows)
     for k, phase in enumerate(PHASES):
         widths = [row.phases.parts()[k] * 1e3 for row in rows]
         label = "exposed exchange" if phase == "exchange" else phase
         axes.barh(range(len(rows)), widths, left=starts, height=0.62, color=_PHASE_COLORS[phase], label=label, zorder=2)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    _strategies_down(rows, axes)
-    axes.set_xlabel("ms per step (less is better)")
-    axes.legend(
-        loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False, handlelength=1.0, columnspacing=1.4
-    )
+    _strategies_down(rows, axes, width)
+    _label_below(axes, "ms per step", "(less is better)", width)
+    _legend_above(axes, 5 if width == _WIDE else 3)
 
 
-def _loss(rows: list[StrategyRow], chosen: Mapping[str, str], axes: Any) -> None:
+def _loss(rows: list[StrategyRow], chosen: Mapping[str, str], width: float, axes: Any) -> None:
     for i, row in enumerate(rows):
         losses = row.losses
         axes.plot(
             range(1, len(losses) + 1),
             _smooth(losses),
-            label=row.name if row.trains else f"{row.name} (no training)",
+            label=_wrapped(row, width),
             color=chosen[row.name],
             linestyle=("-", (0, (5, 2)), (0, (2, 2)), (0, (6, 2, 1, 2)))[i % 4],  # so that equal curves are all visible
             linewidth=1.7,
@@ -157,8 +185,7 @@ def _loss(rows: list[StrategyRow], chosen: Mapping[str, str], axes: Any) -> None
     axes.set_xlabel("step")
     window = _window(len(rows[0].losses))
     axes.set_ylabel("loss" if window == 1 else f"loss, mean of {window} steps")
-    # The legend stands above the axes, where it covers no curve.
-    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
+    _legend_above(axes, _num_columns(width))
 
 
 def _window(num_steps: int) -> int:
@@ -174,8 +201,36 @@ def _smooth(values: tuple[float, ...]) -> list[float]:
     return means
 
 
-def _strategies_down(rows: list[StrategyRow], axes: Any) -> None:
-    axes.set_yticks(range(len(rows)), [row.name if row.trains else f"{row.name} (bound)" for row in rows])
+def _legend_above(axes: Any, num_columns: int) -> None:
+    """Draw the legend above the axes, where it covers nothing, as wide as the whole picture."""
+    axes.figure.legend(
+        loc="outside upper center", ncols=num_columns, frameon=False, handlelength=1.2, columnspacing=1.2
+    )
+
+
+def _label_below(axes: Any, text: str, more: str, width: float) -> None:
+    """Label the axis at the bottom, under the whole picture, because a long name leaves few inches under the axes."""
+    axes.figure.supxlabel(f"{text} {more}" if width == _WIDE else f"{text}\n{more}", fontsize=10)
+
+
+def _wrapped(row: StrategyRow, width: float) -> str:
+    """Return the name of a row in lines that are short enough to leave place for the axes."""
+    name = row.name if row.trains else f"{row.name} (bound)"
+    lines = [""]
+    for part in parts_of(name):
+        if lines[-1] and len(lines[-1] + part.rstrip()) > _NAME_CHARACTERS[width]:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def parts_of(name: str) -> list[str]:
+    """Return the parts of a strategy's name between which a line may end: "low-", "precision-", "decentralized@", "gloo"."""
+    return re.findall(r"[^-@,: ]+[-@,: ]?|[-@,: ]", name)
+
+
+def _strategies_down(rows: list[StrategyRow], axes: Any, width: float) -> None:
+    axes.set_yticks(range(len(rows)), [_wrapped(row, width) for row in rows])
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.grid(axis="x", color=_GRID, alpha=0.25, linewidth=0.6, zorder=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -29,22 +30,22 @@ def write(results: Results, folder: Path) -> Path:
     drawn = plots.draw(results)
     for name in plots.NAMES:
         if name in drawn:
-            write_bytes(folder / f"{name}.png", drawn[name][0])
+            write_bytes(folder / f"{name}.png", drawn[name].png)
         else:  # remove the plot of an earlier comparison, which would be misleading
             (folder / f"{name}.png").unlink(missing_ok=True)
     write_text(folder / "results.json", to_json(results))
     path = folder / "report.html"
-    write_text(path, html(results, judge(results), {name: svg for name, (_, svg) in drawn.items()}))
+    write_text(path, html(results, judge(results), drawn))
     return path
 
 
-def html(results: Results, verdict: Verdict, svgs: dict[str, str]) -> str:
+def html(results: Results, verdict: Verdict, pictures: Mapping[str, plots.Picture]) -> str:
     """Return the text of the HTML page.
 
     Args:
         results: the comparison.
         verdict: the conclusion drawn from it.
-        svgs: the plots by name, as SVG elements.
+        pictures: the plots by name.
     """
     import jinja2
 
@@ -52,6 +53,7 @@ def html(results: Results, verdict: Verdict, svgs: dict[str, str]) -> str:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["unbroken"] = _unbroken
+    environment.filters["parts"] = plots.parts_of
     template = environment.from_string(
         resources.files("guozhuang.lab").joinpath("report.html.jinja").read_text("utf-8")
     )
@@ -67,7 +69,7 @@ def html(results: Results, verdict: Verdict, svgs: dict[str, str]) -> str:
         timelines=[row for row in results.rows if row.timeline],
         metrics=list(dict.fromkeys(name for row in rows for name in row.metrics)),
         colors=plots.colors(results),
-        plots=svgs,
+        plots=pictures,
         sources=_sources(results),
         on_device=any(rank.peak_device_bytes is not None for rank in ranks),
         whole_life=any(rank.peak_whole_life for rank in ranks),

@@ -113,7 +113,10 @@ def test_report_of_a_single_strategy_without_metrics(tmp_path: Path, speeds: tup
 
 
 def test_pictures_are_well_formed_and_follow_the_page() -> None:
-    for name, (_, svg) in plots.draw(usual()).items():
+    drawn = plots.draw(usual())
+    svgs = [(name, each.svg) for name, each in drawn.items()]
+    svgs += [(f"{name}-narrow", each.narrow_svg) for name, each in drawn.items()]
+    for name, svg in svgs:
         root = xml.etree.ElementTree.fromstring(svg)
         assert root.get("viewBox") and root.get("width") is None and root.get("height") is None
         assert "currentColor" in svg

@@ -13,7 +13,7 @@ import torch
 import guozhuang
 from guozhuang import workloads
 from guozhuang.errors import UsageError
-from guozhuang.lab import compare, options
+from guozhuang.lab import compare, options, plots
 from guozhuang.lab.progress import Forecast, PlannedRun, about, about_span
 from guozhuang.lab.results import RankRecord, Results, RunFailure, from_json
 from guozhuang.lab.runs import Runs
@@ -24,6 +24,10 @@ from tests.pure.made_up import record
 Play = Callable[[RunSpec], tuple[RankRecord, ...] | RunFailure]
 
 
+def _draw_nothing(results: Results) -> dict[str, plots.Picture]:
+    return {name: plots.Picture(b"", "", "") for name in plots.NAMES}
+
+
 def _run(monkeypatch: pytest.MonkeyPatch, out: Path, play: Play, *arguments: str) -> tuple[int, Results]:
     def execute(_: Runs, spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:
         log.write_text(f"the log of {spec.strategy}")
@@ -31,6 +35,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, out: Path, play: Play, *arguments: str
 
     monkeypatch.setattr(Runs, "execute", execute)
     monkeypatch.setattr(compare, "busy_share", lambda: 0.9)
+    monkeypatch.setattr(plots, "draw", _draw_nothing)
     parser = options.parser()
     told = parser.parse_args(["--workload", "tests.processes.tiny_workload:make", "--out", str(out), *arguments])
     code = compare.run(told)
@@ -47,6 +52,7 @@ def test_from_python_with_a_function_of_a_notebook(monkeypatch: pytest.MonkeyPat
         return RunFailure("it broke", "", 0) if spec.strategy == "none" else _well(spec)
 
     monkeypatch.setattr(Runs, "execute", execute)
+    monkeypatch.setattr(plots, "draw", _draw_nothing)
     monkeypatch.chdir(tmp_path)
     size = 5
 
