@@ -28,9 +28,9 @@ WARM_AFTER_S = 5.0
 _POLL_S = 0.05  # seconds between two checks whether a rank has ended, where the kernel has no pidfd
 
 
-def entry(log_folder: str = "") -> list[str]:
+def entry() -> list[str]:
     """Return the words to put before a rank's command, so that the kernel kills the rank with this process; see rank.py."""
-    return [sys.executable, "-I", "-S", ENTRY, str(os.getpid()), log_folder]
+    return [sys.executable, "-I", "-S", ENTRY, str(os.getpid())]
 
 
 def state_of(pid: int) -> str:
@@ -132,9 +132,9 @@ class Crew:
             return None
         ours = entry()
         try:
-            if list(command[: len(ours) - 1]) != ours[:-1]:
+            if list(command[: len(ours)]) != ours:
                 raise NotWarmError("another program is put before its command")
-            forked = self.warm.fork(command[len(ours) :], environ, command[len(ours) - 1], files, self._is_of_launchers)
+            forked = self.warm.fork(command[len(ours) :], environ, files, self._is_of_launchers)
         except NotWarmError as error:
             _log.debug("rank %d is not forked from the warm parent: %s", rank, error)
             return None

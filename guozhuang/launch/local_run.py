@@ -112,7 +112,7 @@ class LocalRun(NodeRun):
             self._logs = TorchrunLogs(self._config, environs)
             for local, rank in ranks.items():
                 for path in self._logs.of_rank(local):
-                    self._output.follow(rank, path, whole=True)
+                    self._output.follow(rank, path)
         else:
             self._files.begin(environs)
         self._job.begin(())

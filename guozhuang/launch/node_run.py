@@ -71,7 +71,7 @@ class NodeRun:
     @property
     def _command(self) -> list[str]:
         """The command that starts a rank, without an option for the local rank."""
-        return [*entry(self._plan.log_folder or ""), *self._words]
+        return [*entry(), *self._words]
 
     def _with_local_rank(self, command: Sequence[str], local_rank: str) -> list[str]:
         """Return a command with the local rank as an option of the script, if ``--pass-local-rank`` asks for that.

@@ -3,9 +3,7 @@
 Run as a file by an interpreter without site packages, so that it costs some ten milliseconds; it imports nothing of the
 package. See [Note: no orphans] in guard.py.
 
-    python -I -S rank.py AGENT_PID LOG_FOLDER COMMAND ...
-
-An empty LOG_FOLDER leaves standard output and standard error as the agent opened them.
+    python -I -S rank.py AGENT_PID COMMAND ...
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: Sequence[str]) -> int:
     """Replace this process by the rank's command. Return only if that fails, with the exit code that a shell would give."""
-    command = list(arguments[2:])
-    if not begin(int(arguments[0]), arguments[1]):
+    command = list(arguments[1:])
+    if not begin(int(arguments[0])):
         return 128 + signal.SIGKILL
     # Python ignores both signals at its start, and a program that is not Python would inherit that through exec.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -33,12 +31,11 @@ def main(arguments: Sequence[str]) -> int:
         return 127 if isinstance(error, FileNotFoundError) else 126
 
 
-def begin(agent: int, log_folder: str) -> bool:
-    """Ask the kernel to kill this process when the agent ends, and open its output; return False if the agent has ended.
+def begin(agent: int) -> bool:
+    """Ask the kernel to kill this process when the agent ends, and open its terminal; return False if the agent has ended.
 
     Args:
         agent: the process id of the agent, which is the parent of this process.
-        log_folder: the folder of the rank's log file; empty: the output stays as the agent opened it.
     """
     if not _end_with_the_agent(agent):
         return False  # the agent has already ended, so nothing would end this rank
@@ -46,8 +43,6 @@ def begin(agent: int, log_folder: str) -> bool:
         terminal = os.environ.pop(name, "")
         if terminal:
             _use_terminal(terminal, descriptor)
-    if log_folder:
-        _write_to(os.path.join(log_folder, f"rank{os.environ['RANK']}.log"))
     return True
 
 
@@ -72,16 +67,6 @@ def _use_terminal(path: str, descriptor: int) -> None:
         return  # without the terminal the rank keeps the stream that the agent opened
     os.dup2(terminal, descriptor)
     os.close(terminal)
-
-
-def _write_to(path: str) -> None:
-    """Append both streams to a file directly, so the output is complete even if the agent is killed."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    if os.fstat(file).st_size:
-        os.write(file, f"--- started anew, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}\n".encode())
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.console.output import Output, RankPlaces
+from guozhuang.launch.console.streams import FULL
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Shown:
     """The user's options on the output of ranks: shown or in files, of which ranks, with copies or not.
 
     Attributes:
-        log_folder: folder where each rank writes its own log file; None: the output is shown instead.
+        log_folder: folder where each rank has its own log file; None: the output is shown instead.
         piped: whether ranks write into pipes that the agent reads; otherwise they inherit the agent's streams.
         local_ranks: the local ranks whose output is shown; None: all.
         copy_folder: folder where the agent writes a copy of the output that it reads from the pipes; None: no copies.
@@ -88,10 +89,23 @@ class RankFiles(LogsSpecs):
             copies = self._copies(rank, int(environ["WORLD_SIZE"]), is_replaced=number > 0)
             places = self._output.pipes(rank, folder, is_shown, copies)
         elif shown.log_folder is not None:
-            self._output.follow(rank, os.path.join(shown.log_folder, f"rank{rank}.log"))
+            log = self._begin_log(os.path.join(shown.log_folder, f"rank{rank}.log"), environ)
+            places = self._output.pipes(rank, folder, shown=False, log=log)
         environ.update(places.variables)
         environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
         return places.stdout, places.stderr
+
+    def _begin_log(self, path: str, environ: Mapping[str, str]) -> str:
+        """Mark the place in a log file where the output of this attempt begins, if it has an earlier one; return its path."""
+        try:
+            with open(path, "ab") as file:
+                if file.tell():
+                    file.write(f"--- started anew, attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}\n".encode())
+        except OSError as error:
+            if error.errno not in FULL:  # a full disk must not keep a run from training
+                what = f"the output of a rank cannot be written to {path}: {error.strerror}"
+                raise UsageError(explain(what, fix="choose another --log-dir")) from error
+        return path
 
     def _copies(self, rank: int, size: int, is_replaced: bool) -> str | None:
         """Create the folder for copies of a rank's output; the first process of a rank empties it. None: there are no copies.

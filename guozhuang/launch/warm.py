@@ -157,7 +157,6 @@ class WarmParent:
         self,
         words: Sequence[str],
         environ: Mapping[str, str],
-        log_folder: str,
         files: Sequence[int],
         is_launcher: bool = False,
     ) -> ForkedRank:
@@ -166,7 +165,6 @@ class WarmParent:
         Args:
             words: the command of the rank or launcher.
             environ: the complete environment of the new process.
-            log_folder: as the argument of ``rank.begin``.
             files: descriptors for its standard input, output and error.
             is_launcher: whether the process is a launcher, which gets a warm parent of its own.
 
@@ -178,7 +176,7 @@ class WarmParent:
         self.wait(0.0)
         try:
             request = {"arguments": arguments, "words": list(words), "environ": dict(environ), "cwd": os.getcwd()}
-            more = {"agent": os.getpid(), "log_folder": log_folder, "is_launcher": is_launcher}
+            more = {"agent": os.getpid(), "is_launcher": is_launcher}
             return self._ask(json.dumps(request | more), files)
         except OSError as error:
             self.close()
@@ -301,7 +299,7 @@ def _begin(files: Sequence[int]) -> dict[str, Any]:
     os.environ.update(request["environ"])
     while os.getppid() == parent and parent != request["agent"]:
         time.sleep(_POLL_S)  # wait until the process that forked this one ends, and the agent adopts this one
-    if not rank.begin(request["agent"], request["log_folder"]):
+    if not rank.begin(request["agent"]):
         os._exit(1)
     with socket.socket(fileno=files[4]) as agent:
         agent.send(str(os.getpid()).encode())

@@ -195,6 +195,16 @@ def test_a_file_per_rank(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "rank1.log").read_text() == f"hello 1\nerr\n{again}hello 1\nerr\n"
 
 
+def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank1.log").symlink_to("/dev/full")
+    script = write(tmp_path, "for step in range(100): print('step', step, flush=True)\n")
+    done = guozhuang("run", "-np", "2", "--log-dir", "logs", script, folder=tmp_path)
+    assert done.returncode == 0, done
+    assert done.stderr.count("No space left on device; the rank goes on") == 1 and "rank1.log: No space" in done.stderr
+    assert (tmp_path / "logs" / "rank0.log").read_text().endswith("step 99\n")
+
+
 def test_the_report_with_log_files_tells_when_and_what(tmp_path: Path) -> None:
     """Rank 1 raised first, though it is the last to end. What an earlier run left in the files is not told again."""
     (tmp_path / "logs").mkdir()

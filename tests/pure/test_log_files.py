@@ -21,10 +21,9 @@ def append(path: Path, text: str) -> None:
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     path, trace = tmp_path / "log", Trace()
-    path.write_text("ValueError: of yesterday\n")
-    file = LogFile(str(path), skipped=b"--- ")
+    file = LogFile(str(path))
     assert file.read() == []
-    append(path, "--- started anew\none\ntw")
+    append(path, "one\ntw")
     assert file.read() == [b"one"]
     append(path, "o\n\x1b[31mred\x1b[0m\n 10%\r 20%")
     trace.keep(file.read())
@@ -47,8 +46,8 @@ def test_a_file_that_comes_later_or_is_emptied(tmp_path: Path) -> None:
 def test_all_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("one\ntwo")
-    assert LogFile(str(path), whole=True).finish() == [b"one", b"two"]
-    assert LogFile(str(tmp_path / "none"), whole=True).finish() == []
+    assert LogFile(str(path)).finish() == [b"one", b"two"]
+    assert LogFile(str(tmp_path / "none")).finish() == []
 
 
 def test_an_attempt_empties_files_that_a_plug_in_names_again(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ Rank 0 gets a pseudo terminal if its output is shown on a terminal (streams.py).
 the pipe when their writer ends, even by SIGKILL, and the thread stops only after every process of the run has ended (guard.py)
 and each pipe is empty. Both streams of a rank share a pipe if both streams of the agent go to the same place, so their order
 is kept.
-With ``--log-dir`` a rank writes into its file directly (rank.py), so the file is complete even without the agent. The thread
-reads the file too, to note when a rank begins to print its traceback.
+With ``--log-dir`` the thread writes what it reads into a file per rank, and shows nothing: a rank that wrote there by itself
+would end by an exception of ``print`` when the disk is full. The files of torchrun's way of logging, into which
+ranks do write, are read, to note when a rank begins to print its traceback.
 
 [Note: who was first] A failure spreads over a world in a few milliseconds. So the thread notes when each process ended (its
 pidfd becomes readable) and when each line arrived: a rank has failed when it begins to print a traceback, though it may end
@@ -43,8 +44,6 @@ from guozhuang.watch.processes import pidfd_open
 _LOOK_S = 0.1  # seconds between two reads of log files
 _DRAIN_S = 5.0  # limit in seconds for emptying the pipes at the end, in case a process still writes
 _CATCH_UP_S = 1.0
-# Prefix of the line that rank.py writes to a log file before the output of a restarted rank.
-_ANEW = b"--- started anew, attempt "
 _NAMES = {1: "stdout", 2: "stderr"}
 # Variables that pass to rank.py the paths of the terminals that it opens as the rank's stdout and stderr.
 _TERMINALS = {1: "GUOZHUANG_STDOUT", 2: "GUOZHUANG_STDERR"}
@@ -123,7 +122,13 @@ class Output:
         self.traces[rank] = Trace()
 
     def pipes(
-        self, rank: int, folder: str, shown: bool = True, copies: str | None = None, name: str = ""
+        self,
+        rank: int,
+        folder: str,
+        shown: bool = True,
+        copies: str | None = None,
+        name: str = "",
+        log: str | None = None,
     ) -> RankPlaces:
         """Open pipes or terminals for the output of a rank; return the paths by which the rank finds them.
 
@@ -134,11 +139,12 @@ class Output:
             copies: a folder where the output is appended to the files stdout and stderr; "": ``rename`` gives it later;
                 None: no copies.
             name: shown instead of the rank, until ``rename`` gives another one; ``rank`` is then any number.
+            log: a file to which the output of both streams is appended, in the order in which it was printed; None: none.
         """
         paths: dict[int, str] = {}
         variables: dict[str, str] = {}
         for descriptor, target in zip((1, 2), self._targets, strict=True):
-            if descriptor == 2 and target is self._targets[0] and copies is None:
+            if descriptor == 2 and (log is not None or (target is self._targets[0] and copies is None)):
                 paths[2] = paths[1]
                 if _TERMINALS[1] in variables:
                     variables[_TERMINALS[2]] = variables[_TERMINALS[1]]
@@ -153,7 +159,7 @@ class Output:
             else:
                 way = NamedPipe(os.path.join(folder, _NAMES[descriptor]))
                 paths[descriptor] = way.path
-            copy = os.path.join(copies, _NAMES[descriptor]) if copies else copies
+            copy = os.path.join(copies, _NAMES[descriptor]) if copies else copies if log is None else log
             screen, colour = target.screen if shown else None, shown and target.colour
             stream = Stream(way, name or rank, self.traces[rank], screen, colour, self._timestamps, copy)
             if name:
@@ -195,16 +201,15 @@ class Output:
             signal.siginterrupt(signal.SIGWINCH, False)
         return way
 
-    def follow(self, rank: int, path: str, whole: bool = False) -> None:
+    def follow(self, rank: int, path: str) -> None:
         """Begin to read a log file that a rank writes directly, and keep its last lines for the report of a failure.
 
         Args:
             rank: its number in the world.
-            path: the file.
-            whole: whether the rank also wrote the lines that are already in the file.
+            path: the file, which is new.
         """
         with self._lock:
-            self._files.append((LogFile(path, skipped=_ANEW, whole=whole), self.traces[rank]))
+            self._files.append((LogFile(path), self.traces[rank]))
         self._poke()
 
     def catch_up(self) -> None:

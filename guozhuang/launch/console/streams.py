@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import fcntl
 import io
 import os
@@ -33,6 +34,7 @@ from guozhuang.launch.console.screen import Screen, mark
 _MAX_FOLLOWED_BYTES = 1 << 17
 _KEPT_LINES = 400  # how many of a rank's last lines are kept for the report of a failure
 _READ_BYTES = 65536
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or a user's part of it, that is full
 _KEPT_BYTES = 1 << 20  # how many of a stream's last bytes are kept until the file for its copy is known
 _SIZE = "HHHH"  # format of a terminal's size (struct winsize): rows, columns, width and height in pixels
 _OUTPUT_FLAGS, _LOCAL_FLAGS = 1, 3  # indices into the list that termios.tcgetattr returns
@@ -138,7 +140,10 @@ def _opened(path: str) -> io.FileIO | None:
 
 
 def _say_no_copy(path: str, error: OSError) -> None:
-    say(f"no more of what a rank prints is written to {path}: {error.strerror}", within_s=PATIENCE_S)
+    what = f"no more of what a rank prints is written to {path}: {error.strerror}"
+    if error.errno in FULL:
+        what += "; the rank goes on, and its output is written again where there is room"
+    say(what, within_s=PATIENCE_S)
 
 
 class Stream:
@@ -171,7 +176,12 @@ class Stream:
         if screen is not None:
             prefix = mark(rank, colour)
             self._shown = LiveText(screen, prefix) if self._draws else WholeLines(screen, prefix, timestamps)
+        self._copy_name = copy or ""
         self._copy = _opened(copy) if copy else None
+        self._num_lost, self._was_full = (
+            0,
+            False,
+        )  # bytes that a full disk did not take since the last ones that it took
         self._uncopied = bytearray() if copy == "" else None  # the output so far, until the file for the copy is known
         self._trace, self._lines = trace, Lines(moves=self._draws)
         self._is_closed = False
@@ -197,25 +207,37 @@ class Stream:
         if copy is None:
             return
         self._close_copy()
-        self._copy = _opened(copy)
+        self._copy, self._copy_name = _opened(copy), copy
         uncopied, self._uncopied = self._uncopied, None
         self._write_copy(bytes(uncopied or b""))
 
     def _write_copy(self, data: bytes) -> None:
-        """Append bytes to the copy; on an error print it once and continue without a copy: no rank may block because of it."""
+        """Append bytes to the copy; on an error print it once and go on: no rank may block, or end, because of it.
+
+        A full disk may have room again later: what was lost till then is counted in the file. After other errors there is
+        no copy any more.
+        """
         if self._uncopied is not None:
             self._uncopied += data
             del self._uncopied[:-_KEPT_BYTES]
         if self._copy is None:
             return
         try:
+            if self._num_lost:
+                self._copy.write(f"\n--- {self._num_lost} bytes were lost here: the disk was full\n".encode())
+                self._num_lost = 0
             while data:
                 data = data[self._copy.write(data) or 0 :]
         except OSError as error:
-            file, self._copy = self._copy, None
-            with contextlib.suppress(OSError):
-                file.close()
-            _say_no_copy(str(file.name), error)
+            if error.errno in FULL:
+                is_known, self._num_lost = self._was_full, self._num_lost + len(data)
+                self._was_full = True
+            else:
+                is_known, file, self._copy = False, self._copy, None
+                with contextlib.suppress(OSError):
+                    file.close()
+            if not is_known:
+                _say_no_copy(self._copy_name, error)
 
     def _surely(self, what: Callable[[], None]) -> None:
         """Call ``what``, and on an exception stop showing this stream: its pipe must still be read, or the rank would hang."""
@@ -259,7 +281,8 @@ class Stream:
             try:
                 self._copy.close()  # a network file system may report a full disk only when the file is closed
             except OSError as error:
-                _say_no_copy(str(self._copy.name), error)
+                if not self._was_full:
+                    _say_no_copy(self._copy_name, error)
 
     def resize(self) -> None:
         """Pass a change of the real terminal's size on to the rank."""
@@ -277,17 +300,13 @@ class LogFile:
 
     Args:
         path: the file.
-        skipped: a first line with this prefix is skipped, because rank.py and not the rank wrote it.
-        whole: whether lines that are already in the file count as new.
     """
 
-    def __init__(self, path: str, skipped: bytes = b"", whole: bool = False) -> None:
-        self._path, self._skipped = path, skipped
+    def __init__(self, path: str) -> None:
+        self._path = path
         self._file = -1
         self._lines = Lines()
         self._offset = 0
-        with contextlib.suppress(OSError):
-            self._offset = 0 if whole else os.stat(path).st_size
 
     def read(self) -> list[bytes]:
         """Return the whole lines that were added since the last call."""
@@ -306,18 +325,12 @@ class LogFile:
         except OSError:
             return []
         self._offset += len(data)
-        return self._without_head(self._lines.feed(data))
+        return self._lines.feed(data)
 
     def finish(self) -> list[bytes]:
         """Return the new lines, including an unfinished one, and close the file."""
-        lines = self.read() + self._without_head(self._lines.rest())
+        lines = self.read() + self._lines.rest()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        return lines
-
-    def _without_head(self, lines: list[bytes]) -> list[bytes]:
-        if self._skipped and lines:
-            lines = lines[lines[0].startswith(self._skipped) :]
-            self._skipped = b""
         return lines

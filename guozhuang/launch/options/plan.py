@@ -227,12 +227,12 @@ def _log_folder(found: argparse.Namespace) -> str | None:
 def _copy_folder(found: argparse.Namespace) -> str | None:
     """Return the folder for copies of the output of ranks; None without one."""
     if found.timestamps and (found.log_dir is not None or torchrun_options.keeps_torchs_logs(found)):
-        what = "--timestamps stand before lines that are shown, and here ranks write into files by themselves"
+        what = "--timestamps stand before lines that are shown, and here the output goes into files"
         raise UsageError(explain(what, fix="leave out --timestamps, or --log-dir, --redirects and --tee"))
     if found.copy_output is None:
         return None
     if found.log_dir is not None or torchrun_options.keeps_torchs_logs(found):
-        what = "--copy-output copies what is shown; with --log-dir, --redirects or --tee ranks write into files by themselves"
+        what = "--copy-output copies what is shown; with --log-dir, --redirects or --tee it goes into files"
         raise UsageError(explain(what, fix="leave one of them out"))
     return _folder("--copy-output", found.copy_output, "copies")
 
