@@ -9,23 +9,23 @@ thread that started it and those to which autograd passes this state; calls from
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from guozhuang.groups.serial import PendingWork
+Work = TypeVar("Work", bound=dist.Work)
 
 
-def recorded(title: str, tensors: Sequence[Tensor], begin: Callable[[], dist.Work]) -> dist.Work:
+def recorded(title: str, tensors: Sequence[Tensor], begin: Callable[[], Work]) -> Work:
     """Start a call under an event that lasts until the call has ended, on whichever thread that happens; return its work.
 
     Args:
         title: the event's name, backend and call: "shm:all_reduce".
         tensors: the call's inputs, whose shapes the event gets if the profiler records shapes.
-        begin: starts the call, and returns a work of this package.
+        begin: starts the call, and returns a ``CallWork``.
     """
     event = torch._C._autograd._record_function_with_args_enter(title, *tensors)
     try:
@@ -33,11 +33,12 @@ def recorded(title: str, tensors: Sequence[Tensor], begin: Callable[[], dist.Wor
     except BaseException:
         _end(event)
         raise
-    if isinstance(work, PendingWork) and not work.is_completed():
+    if not work.is_completed():
         # The profiler knows the event on this thread only; completing a future carries that knowledge to another one.
         ended: Future[None] = Future()
         torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(event, ended)
-        work.before_end(lambda: ended.set_result(None))
+        ours: Any = work
+        ours.before_end(lambda: ended.set_result(None))
     else:
         _end(event)
     return work

@@ -24,15 +24,18 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 from torch.futures import Future
 from typing_extensions import override
 
 from ..errors import WorldError, explain
+from .profiling import recorded
 from .subgroups import twin
 
 Job: TypeAlias = Callable[[], object]
@@ -80,6 +83,10 @@ class CallWork(dist._Work):
         """Wait, and return the tensors that hold the result."""
         self.wait()
         return list(self._tensors)
+
+    def before_end(self, last: Callable[[], None]) -> None:
+        """Call ``last``, which must not wait, before the waiting threads wake: on the thread that ends the call, or now."""
+        last()
 
     def get_future(self) -> Future[list[Tensor]]:
         """Return a future of the tensors of the result; it raises the call's error."""
@@ -132,8 +139,8 @@ class PendingWork(CallWork):
                 return
         callback()
 
+    @override
     def before_end(self, last: Callable[[], None]) -> None:
-        """Call ``last``, which must not wait, before the waiting threads wake: on the thread that ends the call, or now."""
         with self._guard:
             if not self._completed:
                 self._last = last
@@ -309,6 +316,13 @@ class Lane(SerialThread):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__("guozhuang exchange", "exchange")
         self.group = twin(group)
+
+    @override
+    def run(self, job: Job, devices: Iterable[torch.device] = (), urgency: float = 0) -> SerialWork:
+        if not profiler._is_profiler_enabled:
+            return super().run(job, devices, urgency)
+        # The collectives inside the job run on a thread that no profiler records; so the job is an event.
+        return recorded("guozhuang:exchange", [], partial(super().run, job, devices, urgency))
 
 
 def _work(jobs: queue.SimpleQueue[_Entry], what: str) -> None:
