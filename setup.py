@@ -59,6 +59,7 @@ EXTRAS = {
     "lightning": LIGHTNING,
     "notebook": ["cloudpickle>=2.2"],
     "text": ["transformers", "tokenizers", "pyarrow", "charset-normalizer"],
+    "track": ["tensorboard"],  # one of those that gz.Tracker writes to; wandb and mlflow are others
     "test": [
         *ACCELERATE,
         *HOROVOD,

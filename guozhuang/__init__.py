@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .script.rank_zero import print as print
     from .script.rank_zero import rank_zero
     from .script.reduce import reduce
+    from .script.tracking import Tracker
     from .sharding import clip_grad_norm_
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "DistributedSampler",
     "PeerLost",
     "SyncBatchNorm",
+    "Tracker",
     "TrainingState",
     "World",
     "accumulate",
@@ -53,6 +55,7 @@ __all__ = [
 
 # Where names are defined whose modules are imported at their first use only.
 _LATER = {
+    "Tracker": "script.tracking",
     "TrainingState": "checkpoint",
     "accumulate": "script.accumulate",
     "clip_grad_norm_": "sharding",

@@ -23,6 +23,7 @@ NAMES = {
     "DistributedSampler",
     "PeerLost",
     "SyncBatchNorm",
+    "Tracker",
     "TrainingState",
     "World",
     "accumulate",

@@ -88,7 +88,7 @@ def keep(**values: Any) -> Values:
     return _saving.state.values
 
 
-def epochs(num_epochs: int) -> Iterator[int]:
+def epochs(num_epochs: int, **values: Any) -> Iterator[int]:
     """Iterate over the numbers of epochs, from 0 or where a restored checkpoint stopped. Every rank must call it.
 
     Under ``guozhuang run --checkpoint DIR`` the first loop restores the newest whole checkpoint of DIR before its first epoch,
@@ -97,11 +97,13 @@ def epochs(num_epochs: int) -> Iterator[int]:
 
     Args:
         num_epochs: how many epochs the whole training has.
+        **values: what else changes while the script trains, as for :func:`keep`: ``gz.epochs(3, scheduler=scheduler)``.
 
     Raises:
         CheckpointError: DIR holds checkpoints, and none of them is whole.
         UsageError: the checkpoint does not fit the model, the optimizer or the dataset.
     """
+    keep(**values)
     begin()
     state, loop = _saving.state, _saving.num_loops
     _saving.num_loops += 1

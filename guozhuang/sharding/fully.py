@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
 
-from ..errors import UsageError, explain
+from ..errors import MismatchError, UsageError, explain, rank_table
 from ..sync_batch_norm import use_on_cpu
 from ..weights.equal_start import start_equal
 from .elementwise import WHY_NOT
@@ -66,7 +67,8 @@ def shard_fully(
     if dist.get_rank(group) == 0:
         _log.warning(
             "model.state_dict() and optimizer.state_dict() hold this rank's part alone from now on (DTensors): save whole ones "
-            "with torch.distributed.checkpoint.state_dict.get_model_state_dict(..., StateDictOptions(full_state_dict=True))"
+            "with gz.save(folder), or torch.distributed.checkpoint.state_dict.get_model_state_dict(..., "
+            "StateDictOptions(full_state_dict=True))"
         )
     if who in _CANNOT_FOLLOW:
         what = f"{who} cannot step divided weights: {WHY_NOT[who]}"
@@ -90,6 +92,10 @@ def shard_fully(
     for block in [*repeated_blocks(model), model]:
         fully_shard(block, mesh=mesh, reshard_after_forward=not keep_weights)
     model.register_forward_pre_hook(EqualBuffers(model, group))
+    if any(p.device.type == "cpu" for p in model.parameters()) and group.size() > 1:
+        together = Together(group)
+        model.register_forward_pre_hook(together, prepend=True)  # before the hook of fully_shard, which gathers weights
+        model.register_state_dict_pre_hook(together.before_state_dict)
     new = dict(model.named_parameters(remove_duplicate=False))
     for param_group, names in zip(optimizer.param_groups, named, strict=True):
         param_group["params"] = [new[name] for name in names]
@@ -100,6 +106,44 @@ def shard_fully(
             key: _like(new[name], value) if elementwise[name, key] else value for key, value in values.items()
         }
     return model, optimizer
+
+
+class Together:
+    """A hook that compares what the ranks do with divided weights, so that a call on a part of them raises at once.
+
+    A forward gathers weights, and ``state_dict()`` gives each rank's part: both need every rank. One small collective comes
+    first; where the ranks differ, all that take part in it raise. Only for models on the CPU: reading the result of it
+    on an accelerator would make the program wait for the device.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    @_disable_dynamo
+    def __call__(self, model: nn.Module, inputs: Any) -> None:
+        """Compare ranks before a forward. Every rank must call."""
+        self._compare(0 if torch.is_grad_enabled() else 1)
+
+    def before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Compare ranks before ``state_dict()``. Every rank must call."""
+        self._compare(2)
+
+    def _compare(self, mine: int) -> None:
+        calls = ("a training forward", "a forward without gradients", "state_dict()")
+        found = [torch.zeros(1, dtype=torch.int32) for _ in range(self._group.size())]
+        dist.all_gather(found, torch.tensor([mine], dtype=torch.int32), group=self._group)
+        every = [int(each) for each in found]
+        if len(set(every)) > 1:
+            what = "ranks do different things with a model whose weights are divided among them"
+            fix = (
+                "call forward, generate() and state_dict() on every rank, not on rank 0 alone; gz.save(folder), on every "
+                "rank, saves whole weights"
+            )
+            table = rank_table(("rank", "is in"), [(rank, calls[each]) for rank, each in enumerate(every)])
+            raise MismatchError(f"{explain(what, rank=self._group.rank(), fix=fix)}\n{table}")
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

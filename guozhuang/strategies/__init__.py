@@ -1,6 +1,6 @@
 """Strategies: names (``table``), what applies them (``ways``), ``prepare`` (``apply``), what it returns (``prepared``)."""
 
-from .apply import prepare
+from .apply import prepare, record_steps
 from .prepared import unwrap
 from .table import DEFAULT, STRATEGIES, Strategy, check_groups, get, register
 from .ways import PreparedPair, Setup, WithExchange
@@ -15,6 +15,7 @@ __all__ = [
     "check_groups",
     "get",
     "prepare",
+    "record_steps",
     "register",
     "unwrap",
 ]

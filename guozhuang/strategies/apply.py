@@ -26,6 +26,7 @@ from guozhuang.timeline import Timeline
 from guozhuang.world import (
     World,
     current,
+    init,
     requested_checkpoint,
     requested_groups,
     requested_strategy,
@@ -46,7 +47,9 @@ def prepare(
     num_replicas: int | None = None,
     ddp_options: Mapping[str, Any] | None = None,
 ) -> PreparedPair:
-    """Prepare a plain model and its optimizer to train over the whole world. Every rank must call this, after ``init()``.
+    """Prepare a plain model and its optimizer to train over the whole world. Every rank must call this.
+
+    Calls ``init()`` if the script has not; scripts that need the rank or the device before this call it themselves.
 
     Under ``guozhuang run --groups K`` the buckets of a strategy that exchanges gradients go to K process groups in turn.
     Under ``guozhuang run --timeline FILE`` the steps of the model and the optimizer are recorded from now on, and written to a
@@ -71,14 +74,13 @@ def prepare(
 
     Raises:
         MismatchError: ranks asked for different strategies, or have different models.
-        UsageError: ``init()`` was not called, the name is unknown, the strategy is impossible in this world, the model
+        UsageError: the name is unknown, the strategy is impossible in this world, the model
             is wrapped already or has nothing to train, or the optimizer holds parameters that the model lacks.
     """
     world = current()
     if world is None:
-        raise UsageError(
-            explain("prepare() was called before init()", fix="call `world = guozhuang.init()` first, on every rank")
-        )
+        world = init()
+        _refuse_loaders_of_one_rank(world)
     asked_for = strategy if strategy is not None else requested_strategy()
     chosen = get(asked_for if asked_for is not None else DEFAULT)
     num_groups = requested_groups()
@@ -105,7 +107,7 @@ def prepare(
     path = requested_timeline()
     if path is not None:
         timeline = Timeline(world.rank)
-        _record_steps(*prepared, timeline)
+        record_steps(*prepared, timeline)
         atexit.register(timeline.write, f"{path}.rank{world.rank}")
     return prepared
 
@@ -129,6 +131,14 @@ class PreparedAlready:
 
     def __reduce__(self) -> tuple[type[frozenset[str]], tuple[()]]:
         return frozenset, ()
+
+
+def _refuse_loaders_of_one_rank(world: World) -> None:
+    """Raise if the script made loaders before it entered a world of several ranks: each rank would train on everything."""
+    if world.size > 1 and any(loader.sampler.num_replicas == 1 for loader in registry.loaders):
+        what = "gz.loader() was called before gz.init() and gz.prepare(), so every rank would get all samples"
+        fix = "call gz.init() first, or make the loader after prepare()"
+        raise UsageError(explain(what, value=f"{world.size} ranks", rank=world.rank, fix=fix))
 
 
 def _check(model: nn.Module, optimizer: Optimizer, chosen: Strategy, world: World, num_replicas: int | None) -> None:
@@ -198,8 +208,8 @@ def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:
     _log.info("rank %d: the model was moved to %s", world.rank, world.device)
 
 
-def _record_steps(model: nn.Module, optimizer: Optimizer, timeline: Timeline) -> None:
-    """Register hooks that record every forward, backward and optimizer step."""
+def record_steps(model: nn.Module, optimizer: Optimizer, timeline: Timeline) -> None:
+    """Register hooks that record every forward, backward and optimizer step of a prepared pair on a timeline."""
     began_ns: dict[str, int] = {}
 
     def begin(name: str) -> None:

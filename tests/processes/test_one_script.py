@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import guozhuang as gz
-from guozhuang.errors import UsageError
+from guozhuang.errors import MismatchError, UsageError
 from guozhuang.strategies import STRATEGIES, get
 from tests.ranks import run_ranks
 
@@ -142,6 +142,21 @@ WEIGHTS_ARE_EXCHANGED = (
 )
 
 
+def one_rank_alone(rank: int, strategy: str) -> None:
+    """With divided weights, what rank 0 does alone raises on every rank, and the training can go on."""
+    model, optimizer = prepared(strategy)
+    x = data(0, 0)
+    for alone, name in (
+        (model.state_dict, r"0 +state_dict\(\)"),
+        (lambda: model.sample(x), "0 +a forward without grad"),
+    ):
+        with pytest.raises(MismatchError, match=rf"(?s)not on rank 0 alone; gz.save.*{name}.*1 +a training forward"):
+            alone() if rank == 0 else model(x)
+    model(x).mean().backward()
+    optimizer.step()
+    assert len(model.state_dict()) == 7
+
+
 # ---- steps, compared with one process on the whole batch ------------------------------------------------------------------
 
 
@@ -240,6 +255,8 @@ def run_strategies(rank: int, size: int, chosen: list[str], parts: list[str]) ->
                     names(rank, strategy)
                 elif each == "too early":
                     refuses_a_step_too_early(strategy)
+                elif each == "alone":
+                    one_rank_alone(rank, strategy)
                 elif strategy not in DIVIDED or "parts" not in each:  # their parts are whole only inside a forward
                     loss_of, form = each.split()
                     steps(rank, size, strategy, loss_of, form.removesuffix("+scaler"), form.endswith("+scaler"))
@@ -259,6 +276,7 @@ QUICK = ("ddp", "torch-ddp", "horovod", "sharded", "sharded-weights", "parameter
 
 def test_one_script_under_several_strategies() -> None:
     check(2, QUICK, ["names", "method with+scaler", "too early"])
+    check(2, ["sharded-weights"], ["alone"])
 
 
 @pytest.mark.slow

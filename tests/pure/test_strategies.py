@@ -52,9 +52,15 @@ def test_only_the_bound_does_not_train_and_every_name_is_its_key() -> None:
     assert all(name == s.name for name, s in strategies.STRATEGIES.items())
 
 
-def test_prepare_before_init_says_so() -> None:
-    with pytest.raises(UsageError, match=r"before init\(\)"):
-        gz.prepare(*_pair())
+def test_prepare_enters_the_world_after_no_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+    monkeypatch.setattr(apply, "init", lambda: entered.append(1) or ALONE)
+    assert gz.prepare(*_pair(), strategy="single") and entered
+    monkeypatch.setattr(apply, "init", lambda: PAIR)
+    early = gz.loader(range(4))
+    with pytest.raises(UsageError, match=r"gz.loader\(\) was called before gz.init\(\).* every rank would get all"):
+        gz.prepare(*_pair(), strategy="none")
+    del early
 
 
 @pytest.mark.usefixtures("world")
