@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``guozhuang`` with those of all its subcommands, for its help and for completion."""
     made = argparse.ArgumentParser(
-        prog="guozhuang", description="Train one PyTorch model on many processes, and see which way is best."
+        prog="guozhuang",
+        description="Train one PyTorch model on many processes, and see which way is best.",
     )
     made.add_argument("--version", action=_Version, nargs=0, help="show the versions of guozhuang, torch and Python")
     commands = made.add_subparsers(title="commands", metavar="COMMAND")

@@ -9,6 +9,7 @@ from guozhuang.workloads.arguments import add_arguments as add_workload_argument
 
 DEFAULT_STEPS = 50
 DEFAULT_ROUNDS = 3
+DEFAULT_CPU_RANKS = 2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text, synthetic, or module:function of your own that returns a Workload (default: text)",
     )
     what.add_argument(
-        "--ranks", type=int, default=2, metavar="N", help="ranks that share the global batch (default: 2)"
+        "--ranks",
+        type=int,
+        metavar="N",
+        help=f"ranks that share the global batch (default: one for each CUDA device, {DEFAULT_CPU_RANKS} on CPUs)",
     )
     what.add_argument("--threads-per-rank", type=int, metavar="N", help="default: the cores divided by the ranks")
     what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is any")

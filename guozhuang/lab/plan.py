@@ -15,10 +15,10 @@ import torch
 from guozhuang import strategies, units, workloads
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab.contender import Contender, contenders, short_set
-from guozhuang.lab.options import DEFAULT_ROUNDS, DEFAULT_STEPS
+from guozhuang.lab.options import DEFAULT_CPU_RANKS, DEFAULT_ROUNDS, DEFAULT_STEPS
 from guozhuang.lab.progress import PlannedRun
 from guozhuang.lab.results import ComparisonSettings
-from guozhuang.world.devices import SHARED_MEMORY, backend_of_cpu_ranks
+from guozhuang.world.devices import SHARED_MEMORY, backend_of_cpu_ranks, num_cuda
 from guozhuang.world.machine import usable_cores
 
 FEWEST_ROUNDS = 2
@@ -103,7 +103,8 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         The plan, and the workload's description of itself.
     """
     on_cpu = namespace.device == "cpu" or not torch.cuda.is_available()
-    compared = contenders(_names(namespace, on_cpu), namespace.backend, namespace.groups, on_cpu)
+    num_ranks = namespace.ranks if namespace.ranks is not None else default_ranks(on_cpu, num_cuda())
+    compared = contenders(_names(namespace, on_cpu, num_ranks), namespace.backend, namespace.groups, on_cpu)
     for option, least, why in (
         ("ranks", 1, ""),
         ("steps", 1, ""),
@@ -138,11 +139,11 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
     console.print(f"Loading the workload {workloads.title(namespace.workload)} …", highlight=False)
     workload = workloads.load(namespace.workload, options, scratch / "data")
     dataset_size = len(workload.train)  # type: ignore[arg-type]
-    global_batch_size = namespace.ranks * workload.batch_size
+    global_batch_size = num_ranks * workload.batch_size
     if dataset_size < global_batch_size:
         raise UsageError(
             explain(
-                f"the training data is smaller than one global batch: {namespace.ranks} ranks {units.TIMES} "
+                f"the training data is smaller than one global batch: {num_ranks} ranks {units.TIMES} "
                 f"{workload.batch_size} samples",
                 value=dataset_size,
                 fix="use fewer ranks, a smaller batch or more data",
@@ -161,13 +162,13 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
                 )
             )
     settings = ComparisonSettings(
-        num_ranks=namespace.ranks,
+        num_ranks=num_ranks,
         num_steps=num_steps,
         num_warmup_steps=namespace.warmup_steps,
         num_rounds=namespace.rounds if namespace.rounds is not None else DEFAULT_ROUNDS,
         num_epochs=namespace.epochs,
         seed=namespace.seed,
-        threads_per_rank=namespace.threads_per_rank or max(1, usable_cores() // namespace.ranks),
+        threads_per_rank=namespace.threads_per_rank or max(1, usable_cores() // num_ranks),
         batch_size=workload.batch_size,
         dataset_size=dataset_size,
     )
@@ -209,7 +210,12 @@ def conditions(plan: ComparisonPlan, details: Mapping[str, Any]) -> dict[str, st
     }
 
 
-def _names(namespace: argparse.Namespace, on_cpu: bool) -> str:
+def default_ranks(on_cpu: bool, num_devices: int) -> int:
+    """Return how many ranks are compared if none are asked for: a rank for each CUDA device, or two on CPUs."""
+    return DEFAULT_CPU_RANKS if on_cpu else num_devices
+
+
+def _names(namespace: argparse.Namespace, on_cpu: bool, num_ranks: int) -> str:
     """Return the strategies that are to be compared, as ``--strategies`` writes them."""
     if namespace.strategies is not None and namespace.all:
         raise UsageError(explain("--strategies and --all were both given", fix="give one of them"))
@@ -217,7 +223,7 @@ def _names(namespace: argparse.Namespace, on_cpu: bool) -> str:
         return str(namespace.strategies)
     if namespace.all:
         return ",".join(strategies.STRATEGIES)
-    backend = namespace.backend or backend_of_cpu_ranks(["this node"] * namespace.ranks)[0]
+    backend = namespace.backend or backend_of_cpu_ranks(["this node"] * num_ranks)[0]
     return ",".join(short_set(on_cpu, backend == SHARED_MEMORY))
 
 

@@ -11,7 +11,7 @@ from guozhuang import strategies
 from guozhuang.errors import UsageError
 from guozhuang.lab import config, options
 from guozhuang.lab.contender import short_set
-from guozhuang.lab.plan import ComparisonPlan, notes_of, plan_of
+from guozhuang.lab.plan import ComparisonPlan, default_ranks, notes_of, plan_of
 from guozhuang.world.machine import usable_cores
 
 TINY = "tests.processes.tiny_workload:make"
@@ -28,6 +28,7 @@ def test_defaults_compare_a_short_set_over_two_ranks(tmp_path: Path) -> None:
     sets = {(on_cpu, shares): short_set(on_cpu, shares) for on_cpu in (True, False) for shares in (True, False)}
     assert all(set(names) < set(strategies.STRATEGIES) and 5 < len(names) < 8 for names in sets.values())
     assert _plan(tmp_path, "--device", "cpu", "--backend", "gloo").names == sets[True, False]
+    assert [default_ranks(*machine) for machine in ((True, 0), (True, 4), (False, 1), (False, 4))] == [2, 2, 1, 4]
     plan = _plan(tmp_path, "--device", "cpu")
     assert plan.names in (sets[True, True], sets[True, False])
     assert plan.settings.num_ranks == 2
