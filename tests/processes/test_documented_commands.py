@@ -1,0 +1,78 @@
+"""The commands that README and docs/ show are run, as far as one machine without hosts, Slurm and MPI can run them."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.documented import ROOT, blocks, of_guozhuang
+from tests.launching import guozhuang
+
+# What a command needs that is not here. Its words are understood all the same: tests/pure/test_docs.py.
+NEEDS_MORE = {
+    "-H": "hosts (tests/hosts runs such commands)",
+    "--hostfile": "hosts (tests/hosts runs such commands)",
+    "--nnodes": "a second node (tests/processes/test_run.py starts two agents)",
+    "--manifest": "a cluster",
+    "run_glue.py": "a script of another project",
+    "...": "the reader's own options",
+}
+# What makes a comparison short. The last of several equal options counts.
+SHORT = ["--steps", "2", "--warmup-steps", "2", "--rounds", "1", "--strategies", "single,ddp", "--batch-size", "4"]
+SCRIPT = """
+import argparse, guozhuang as gz, torch
+lr = argparse.ArgumentParser()
+lr.add_argument("--lr", type=float, default=0.1)
+world = gz.init()
+model = torch.nn.Linear(2, 1)
+model, optimizer = gz.prepare(model, torch.optim.SGD(model.parameters(), lr=lr.parse_args().lr))
+model(torch.ones(4, 2)).sum().backward()
+optimizer.step()
+gz.shutdown()
+"""
+
+
+def runnable() -> list[list[str]]:
+    return [words for _, words in of_guozhuang() if not NEEDS_MORE.keys() & set(words)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all files that the commands name."""
+    transformers = pytest.importorskip("transformers")
+    made = tmp_path_factory.mktemp("documented")
+    shutil.copytree(ROOT / "examples", made / "examples")
+    (made / "package").mkdir()
+    for name in ("train.py", "package/train.py", "package/__init__.py"):
+        (made / name).write_text(SCRIPT if name.endswith("train.py") else "")
+    (made / "program").write_text("#!/bin/sh\nexit 0\n")
+    (made / "program").chmod(0o755)
+    (config,) = [text for _, text in blocks("toml") if "compare.toml" in text]
+    (made / "compare.toml").write_text(config)
+    with open(made / "reviews.csv", "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["title", "body", "stars"])
+        writer.writerows([f"number {i}", "good words" if i % 2 else "bad words", i % 2] for i in range(200))
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "number", "good", "bad", "words"]
+    checkpoint = made / "my-checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizer(str(checkpoint / "vocab.txt")).save_pretrained(checkpoint)
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.BertModel(transformers.BertConfig(vocab_size=len(words), **size)).save_pretrained(checkpoint)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", runnable(), ids=" ".join)
+def test_the_command_runs(words: list[str], folder: Path) -> None:
+    """Some go on with what those before them have made."""
+    command = words[1:]
+    if command[0] == "compare":
+        model = ["--model", "tiny"] if "bert-base" in command else []
+        command += [*SHORT, *model, "--ranks", "2", "--fresh"]
+    done = guozhuang(*command, folder=folder, timeout_s=110, PYTHONPATH=f"{folder}")
+    assert done.returncode == 0, done
