@@ -60,7 +60,10 @@ def test_python_code_compiles_and_names_what_exists() -> None:
 def test_the_api_page_names_each_public_name() -> None:
     text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     named = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith("::: ")}
-    assert named - {"ComparisonOutcome"} == {*guozhuang.__all__, "print"}  # a star import must not replace Python's own print
+    assert named - {"ComparisonOutcome"} == {
+        *guozhuang.__all__,
+        "print",
+    }  # a star import must not replace Python's own print
 
 
 def test_make_commands_exist() -> None:
