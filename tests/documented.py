@@ -21,12 +21,16 @@ def blocks(kind: str) -> Iterator[tuple[str, str]]:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """A page's name, and the words of each command after a prompt, without its comment; variables before it are words too."""
+    """A page's name, and the words of each command after a prompt, without its comment; variables before it are words too.
+
+    Commands that are shown with the error they end with are left out.
+    """
     found = []
     for page, text in blocks("console"):
-        for line in text.replace("\\\n", " ").splitlines():
-            if line.startswith("$ "):
-                found += [(page, shlex.split(part, comments=True)) for part in re.split(r" && | \| ", line[2:])]
+        for shown in re.split(r"^\$ ", text.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
+            line, _, output = shown.partition("\n")
+            if not re.search(r"\berror: |\bFix: ", output):
+                found += [(page, shlex.split(part, comments=True)) for part in re.split(r" && | \| ", line)]
     return found
 
 
