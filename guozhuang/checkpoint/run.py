@@ -275,6 +275,8 @@ def begin() -> None:
             failure = str(error)
     if failure := _of_all(failure)[0]:
         raise UsageError(failure)
+    for note in _saving.state.forgotten() if place()[0] == 0 else ():
+        _log.warning("%s", note)
     if not _saving.is_restored:
         restore(_saving.folder)
     _saving.schedule = SaveTimes(asked.every_steps, asked.every_s, _saver(_saving.folder).board, _limit_s())

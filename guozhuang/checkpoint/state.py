@@ -152,6 +152,23 @@ class TrainingState(Stateful):
             "machine": _machine(),
         }
 
+    def forgotten(self) -> list[str]:
+        """Return what is seen of the training that a checkpoint would not hold: sentences for the log."""
+        found = []
+        kept = [getattr(value, "optimizer", None) for value in vars(self.values).values()]
+        for each in self.registry.trained:
+            both = (each.optimizer, getattr(each.optimizer, "inner", None))
+            is_scheduled = any(getattr(getattr(one, "step", None), "_wrapped_by_lr_sched", False) for one in both)
+            if is_scheduled and not any(one is mine for one in kept for mine in both if mine is not None):
+                what = "a learning-rate scheduler changes the optimizer, and checkpoints do not hold it"
+                found.append(explain(what, fix="call gz.keep(scheduler=scheduler) before gz.epochs or gz.restore"))
+        if not self.registry.loaders:
+            what = (
+                "no gz.loader was made before the first epoch: batches of another loader have no position to be saved"
+            )
+            found.append(explain(what, fix="take gz.loader, or the epoch that was interrupted begins anew"))
+        return found
+
     def _check(self) -> None:
         if not self.registry.trained and not vars(self.values):
             what = "there is nothing to save: no model was prepared by gz.prepare, and gz.keep was given nothing"

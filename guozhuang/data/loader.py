@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from guozhuang.data.given import FollowedSampler, SelfSharded
 from guozhuang.data.progress import EpochPass, whole_number
@@ -54,9 +55,9 @@ def loader(
     The k-th batches of n ranks together are the k-th batch of one process with ``n * batch_size``, which is
     ``global_batch_size``: a script that states that one trains on the same batches whatever the number of ranks.
 
-    Worker processes are seeded from ``seed``, rank, epoch and worker (torch, numpy's global generator, ``random``):
-    distinct, and the same in every run. With ``persistent_workers`` torch seeds them once, when they start. After a resume
-    in mid-epoch the samples are those of the uninterrupted run, but the random numbers that workers draw are not.
+    Worker processes are seeded before each batch from ``seed``, epoch, rank and the batch's place in the epoch (torch, numpy's
+    global generator, ``random``), so what they draw is the same in every run, with any number of workers, and after a resume.
+    Of a stream, and of items that are batches, workers are seeded once for each pass, or with ``persistent_workers`` once.
     Without workers the dataset draws from the process's own generators, which the loader does not seed: seed them
     differently on each rank if augmentations shall differ.
 
@@ -178,14 +179,42 @@ class BatchSampler:
         if self.batch_size is None:
             yield from self.sampler.indices(epoch, start)
             return
-        batch = []
+        place, rank = start, self.sampler.rank
+        batch = SeededIndices()
         for index in self.sampler.indices(epoch, start):
             batch.append(index)
             if len(batch) == self.batch_size:
+                batch.seed = _seed(self.sampler.seed, epoch, place, rank)
                 yield batch
-                batch = []
+                batch = SeededIndices()
+                place += self.batch_size * self.sampler.num_replicas
         if batch and not self.drop_last:
+            batch.seed = _seed(self.sampler.seed, epoch, place, rank)
             yield batch
+
+
+class SeededIndices(list[int]):
+    """The indices of a batch. A worker process that iterates over them seeds its generators first.
+
+    [Note: seeds of batches] What a worker draws for a batch must not depend on which worker it is, on how many batches it
+    made before, or on whether the run was resumed in between. So its generators are seeded anew for each batch, from the
+    loader's seed, the epoch, the batch's place in it, and the rank. The list of indices is the one thing of a batch that
+    reaches the worker before the dataset does; torch's fetcher iterates over it, and so does a dataset's ``__getitems__``.
+    Outside of workers nothing is seeded: there, the generators are the script's own, and a checkpoint holds them.
+
+    Attributes:
+        seed: the seed of the batch.
+    """
+
+    seed = 0
+
+    def __iter__(self) -> Iterator[int]:
+        """Seed the generators of torch, numpy and ``random`` if this is a worker process; iterate over the indices."""
+        if get_worker_info() is not None:
+            torch.manual_seed(self.seed)
+            random.seed(self.seed)
+            np.random.seed(self.seed)
+        return super().__iter__()
 
 
 class Loader:
@@ -317,10 +346,13 @@ def _num_batches(num_samples: int, batch_size: int | None, drop_last: bool) -> i
 
 def _worker_seed(seed: int, share: DistributedSampler | StridedStream | SelfSharded) -> int:
     """Return the seed of the generator from which torch draws the workers' seeds; distinct for each rank of a pass."""
-    progress = share.progress
-    entropy = [seed % 2**64, progress.epoch % 2**64, progress.start]
+    return _seed(seed, share.progress.epoch, share.progress.start, share.rank)
+
+
+def _seed(seed: int, epoch: int, place: int, rank: int) -> int:
+    entropy = [seed % 2**64, epoch % 2**64, place]
     # torch's CPU generator uses 32 bits of a seed; the rank is added after mixing, so that two ranks never have the same.
-    return (int(np.random.SeedSequence(entropy).generate_state(1)[0]) + share.rank) % 2**32
+    return (int(np.random.SeedSequence(entropy).generate_state(1)[0]) + rank) % 2**32
 
 
 def _check_given(

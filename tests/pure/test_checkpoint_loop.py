@@ -123,6 +123,26 @@ def test_a_script_that_forgets_to_go_on_is_told(tmp_path, monkeypatch) -> None:
             script.optimizer.step()
 
 
+def test_a_scheduler_that_is_not_kept_is_seen(tmp_path, monkeypatch, caplog) -> None:
+    from guozhuang.registry import registry
+
+    requested(monkeypatch, tmp_path)
+    for is_kept in (True, False):
+        of_run._leave()
+        caplog.clear()
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        registry.add_trained(model, model, optimizer, "single")
+        if is_kept:
+            gz.keep(scheduler=scheduler)
+        batches = gz.loader(range(4), rank=0, num_replicas=1)
+        loop = gz.epochs(1)
+        next(loop)
+        assert ("gz.keep(scheduler=scheduler)" in caplog.text) != is_kept
+        assert "gz.loader" not in caplog.text and len(batches) == 4
+
+
 def test_nothing_to_save_and_what_does_not_fit(tmp_path) -> None:
     with pytest.raises(UsageError, match=r"gz.keep\(model=model"):
         gz.save(tmp_path)

@@ -400,3 +400,24 @@ def test_stream_without_length_has_none() -> None:
     stream = loader(Numbers(5), 2, shuffle=False, stride_stream=True, rank=0, num_replicas=1)
     with pytest.raises(TypeError, match="Numbers has no length"):
         len(stream)
+
+
+class Drawing(Draws):
+    """What a dataset draws of each generator."""
+
+    def __getitem__(self, index: int) -> tuple[float, ...]:
+        return (index, torch.rand(()).item(), random.random(), float(np.random.rand()))
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}])
+def test_workers_draw_the_same_for_a_batch_however_it_is_reached(options) -> None:
+    def make(num_workers: int, **more: Any) -> Any:
+        return loader(Drawing(), 1, num_workers=num_workers, rank=1, num_replicas=2, collate_fn=list, **more)
+
+    whole = list(make(2))
+    first, second = make(1), make(3, **options)
+    begun = list(islice(first, 2))
+    second.load_state_dict(first.state_dict())
+    assert begun == whole[:2] and len(whole) > 3
+    assert list(second) == whole[2:]
+    assert len({draw for batch in whole for row in batch for draw in row[1:]}) == 3 * sum(map(len, whole))
