@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpoint import TrainingState, epochs, keep, restore, save
     from .comparison import compare
+    from .errors import RankFailed
+    from .launch.functions import launch
     from .public import (
         DataParallel,
         DistributedDataParallel,
@@ -33,6 +35,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "PeerLost",
+    "RankFailed",
     "SyncBatchNorm",
     "Tracker",
     "TrainingState",
@@ -43,6 +46,7 @@ __all__ = [
     "epochs",
     "init",
     "keep",
+    "launch",
     "loader",
     "prepare",
     "rank_zero",
@@ -55,6 +59,7 @@ __all__ = [
 
 # Where names are defined whose modules are imported at their first use only.
 _LATER = {
+    "RankFailed": "errors",
     "Tracker": "script.tracking",
     "TrainingState": "checkpoint",
     "accumulate": "script.accumulate",
@@ -62,6 +67,7 @@ _LATER = {
     "compare": "comparison",
     "epochs": "checkpoint",
     "keep": "checkpoint",
+    "launch": "launch",
     "print": "script.rank_zero",
     "rank_zero": "script.rank_zero",
     "reduce": "script.reduce",

@@ -63,6 +63,20 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be saved, or is not as it was written; the text names the file."""
 
 
+class RankFailed(RuntimeError):
+    """The function of ``guozhuang.launch`` raised on a rank, or a rank ended before it returned.
+
+    The text has the rank and its traceback; ``__cause__`` is the exception itself, if it could be pickled.
+
+    Attributes:
+        rank: the rank; None if it is not known.
+    """
+
+    def __init__(self, text: str, *, rank: int | None = None) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
 class PeerLost(WorldError):
     """Another process of the group ended, or did not respond within the time-out; every rank that waited for it raises this.
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from guozhuang.compat.horovod.runner.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.crew import LocalWorkers
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscovery
 from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteWorkers
@@ -22,6 +21,7 @@ from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.console.streams import NamedPipe
 from guozhuang.launch.crew import state_of
 from guozhuang.launch.hosts import ssh
+from guozhuang.net.doors import Doors
 from guozhuang.watch.processes import node_identity
 from tests.waiting import until
 

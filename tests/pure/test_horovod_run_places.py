@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import runpy
 import shutil
 import sys
@@ -14,18 +15,18 @@ import setuptools
 
 from guozhuang.compat.horovod.common import extension
 from guozhuang.compat.horovod.common.extension import EXTENSION, OF_HOROVODRUN
-from guozhuang.compat.horovod.runner import doors, task
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch import agent
 from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.console.streams import NamedPipe, Stream, Trace
+from guozhuang.launch.functions import mailbox
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.options import plan as options
 from guozhuang.launch.options.arguments import read
 from guozhuang.launch.rank_files import RankFiles, Shown, copies_of
 from guozhuang.launch.rendezvous.fixed import Attempt, NodeShare
 from guozhuang.launch.request import Request, RunReport, with_folders
-from guozhuang.net import interfaces
+from guozhuang.net import doors, interfaces
 from guozhuang.net.door import OpenDoor
 from tests.launching import ROOT
 
@@ -172,7 +173,7 @@ def test_a_busy_host_of_horovod_run_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, answers: tuple[bool, ...], is_in: bool
 ) -> None:
     """A second visit, with the result, must not fail because the host did not answer for a moment."""
-    tried, box = [], task.Mailbox(b"function", None)
+    tried, box = [], mailbox.Mailbox(list, None)
     knock = doors.knock
 
     def sometimes(host: str, port: int, secret: bytes, timeout_s: float) -> OpenDoor:
@@ -182,17 +183,17 @@ def test_a_busy_host_of_horovod_run_is_tried_again(
         return knock(host, port, secret, timeout_s)
 
     monkeypatch.setattr(doors, "knock", sometimes)
-    monkeypatch.setattr(task, "_LIMIT_S", 20.0 if is_in else 0.1)
+    monkeypatch.setattr(mailbox, "_LIMIT_S", 20.0 if is_in else 0.1)
     secret, _, door = box.variables["GUOZHUANG_TASK"].partition("@")
     host, _, port = door.rpartition(":")
     where = bytes.fromhex(secret), [(host, int(port))]
     try:
         if is_in:
-            with task.visit(*where) as store:
-                task._put(store, where[0], task._result_of(3), b"result")
-            assert box.result(3) == b"result" and box.result(0) is None and len(tried) == 2
+            with mailbox.visit(*where) as store:
+                mailbox._put(store, where[0], mailbox._answer_of(3), pickle.dumps(mailbox.Answer("result")))
+            assert box.answer(3) == mailbox.Answer("result") and box.answer(0) is None and len(tried) == 2
         else:
-            with pytest.raises(WorldError, match=r"cannot be reached: .* timed out"), task.visit(*where):
+            with pytest.raises(WorldError, match=r"cannot be reached: .* timed out"), mailbox.visit(*where):
                 pass
             assert len(tried) > 2
     finally:

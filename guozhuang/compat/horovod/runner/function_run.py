@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import pickle
 import re
 import signal
 import sys
@@ -12,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from guozhuang.compat.horovod.runner import arguments, launch, static_run
-from guozhuang.compat.horovod.runner.task import Mailbox
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.console.say import say
+from guozhuang.launch.functions.mailbox import Mailbox
 from guozhuang.launch.hosts import ssh
 
 _TASK = "guozhuang.compat.horovod.runner.task"
@@ -47,18 +46,18 @@ def call(function: Callable[[], Any], executable: str | None, **asked: Any) -> l
         nics = _nics_for_the_mailbox(found)
     for note in launch.notes(found):
         say(translated(note), "horovod.run")
-    mailbox = Mailbox(_pickled(function), nics)
+    mailbox = Mailbox(function, nics)
     try:
         with launch.talking("horovod.run", found.verbose), _naming_arguments():
             num_results = _run(found, mailbox)
-        results = [mailbox.result(rank) for rank in range(num_results)]
+        answers = [mailbox.answer(rank) for rank in range(num_results)]
     finally:
         mailbox.close()
-    missing = [str(rank) for rank, result in enumerate(results) if result is None]
+    missing = [str(rank) for rank, answer in enumerate(answers) if answer is None]
     if missing:
         what = f"all processes ended well, but there is no result of rank {', '.join(missing)}"
         raise RuntimeError(explain(what, fix="look at what they printed; a function must return, not exit"))
-    return [pickle.loads(result) for result in results if result is not None]
+    return [answer.result for answer in answers if answer is not None]
 
 
 def translated(text: str) -> str:
@@ -94,14 +93,3 @@ def _nics_for_the_mailbox(found: argparse.Namespace) -> Sequence[str] | None:
         return list(found.nics or ())
     here = all(ssh.is_here(host.name) for host in static_run.hosts_of(found))
     return None if here else list(found.nics or ())
-
-
-def _pickled(function: Callable[[], Any]) -> bytes:
-    try:
-        import cloudpickle
-    except ImportError as error:
-        fix = "pip install 'guozhuang[horovod]', or pip install cloudpickle"
-        raise UsageError(
-            explain("horovod.run needs the package cloudpickle, which is not installed", fix=fix)
-        ) from error
-    return pickle.dumps((sys.path, cloudpickle.dumps(function)))

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 
 from guozhuang.compat.horovod.common.extension import EXTENSION
 from guozhuang.compat.horovod.runner import static_run
-from guozhuang.compat.horovod.runner.doors import Doors
 from guozhuang.compat.horovod.runner.elastic.board import DriverBoard, HostUpdateResult
 from guozhuang.compat.horovod.runner.elastic.crew import (
     CANNOT_BE_STARTED,
@@ -39,6 +38,7 @@ from guozhuang.launch.hosts import ssh
 from guozhuang.launch.rank_files import copies_of, open_copies
 from guozhuang.launch.signals import ENDING, Signals
 from guozhuang.net import interfaces
+from guozhuang.net.doors import Doors
 from guozhuang.net.store import serve
 from guozhuang.watch.processes import node_identity
 

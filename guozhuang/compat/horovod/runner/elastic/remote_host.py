@@ -22,13 +22,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from guozhuang.compat.horovod.runner.doors import enter
 from guozhuang.compat.horovod.runner.elastic.crew import CANNOT_BE_STARTED, LocalWorkers, environment_of_workers
 from guozhuang.errors import explain
 from guozhuang.launch.console.streams import NamedPipe
 from guozhuang.launch.hosts.link import NodeRefused, decode, encode
 from guozhuang.launch.signals import ENDING, Signals
 from guozhuang.net.door import NotOurDoorError
+from guozhuang.net.doors import enter
 from guozhuang.watch.processes import node_identity
 
 _TURN_S = 0.05

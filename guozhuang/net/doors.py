@@ -1,4 +1,4 @@
-"""``Door`` listeners on the host of ``horovodrun``, through which processes on other hosts reach the store that it serves."""
+"""``Door`` listeners on the host of a launcher, through which processes on other hosts reach the store that it serves."""
 
 from __future__ import annotations
 
