@@ -50,7 +50,7 @@ def run(
     """Run the tests in a process of their own; return each test's outcome: "passed", "skipped: why", or the error's text.
 
     Args:
-        backend: the backend of the ranks' process group: "gloo" or "shm".
+        backend: the backend of the ranks' process group: "gloo", "shm", or "hierarchical", which takes them for two nodes.
         ddp: whose DistributedDataParallel the tests use: "torch" or "guozhuang".
         world_size: the number of ranks, 2 to 4; some tests need a certain number.
         patterns: parts of the names of the tests that run; all tests if there are none.
@@ -84,7 +84,7 @@ def run(
 def main() -> None:
     """Run tests as the command line says, and print their outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="gloo", help="the backend of the process group (default: gloo)")
+    parser.add_argument("--backend", default="gloo", help="gloo, shm or hierarchical (default: gloo)")
     parser.add_argument("--ddp", default="torch", choices=("torch", "guozhuang"), help="whose DDP (default: torch)")
     parser.add_argument("--world-size", type=int, default=4, help="number of ranks (default: 4)")
     parser.add_argument("--like", default="gloo", help="the backend whose tests run: gloo or mpi (default: gloo)")
@@ -135,6 +135,8 @@ def test_case(backend: str, ddp: str, like: str, on_cpu: bool) -> Any:
 
     common_distributed.time = stock.time = _Polling()
     common_distributed.logger.setLevel("WARNING")
+    if backend == "hierarchical":
+        _register_two_nodes()
     os.environ["BACKEND"] = (
         "mpi"  # tests of groups of some ranks are skipped below 8 ranks unless this name stands here
     )
@@ -167,7 +169,7 @@ def test_case(backend: str, ddp: str, like: str, on_cpu: bool) -> Any:
 
 
 def _allow(stock: Any) -> None:
-    """Let pass what the tests know of gloo alone, in two places.
+    """Let pass what the tests know of gloo alone.
 
     ``dist.monitored_barrier`` asks for gloo by name; our groups have the method that it then calls. All events of gloo in the
     profiler are asynchronous; ours are not where a call ran on the calling thread.
@@ -190,6 +192,24 @@ def _allow(stock: Any) -> None:
 
     dist.monitored_barrier = monitored_barrier
     stock.get_profiling_event = profiling_event
+
+
+def _register_two_nodes() -> None:
+    """Make "hierarchical" known: groups as over two nodes, of which the first half of the ranks is one."""
+    import torch.distributed as dist
+
+    from guozhuang.groups import roll_call
+    from guozhuang.groups.hierarchical import HierarchicalGroup
+    from guozhuang.watch.processes import Process, this_process
+
+    def create(told: Any, options: Any) -> Any:
+        rank, size = told.group_rank, told.group_size
+        everyone = told.global_ranks_in_group or range(size)
+        node = "ab"[everyone[rank] >= int(os.environ["WORLD_SIZE"]) // 2]
+        cards = roll_call.call(told.store, "processes", rank, size, str(this_process(node)), 20.0)
+        return HierarchicalGroup(told.store, rank, size, told.timeout, [Process.read(card) for card in cards])
+
+    dist.Backend.register_backend("hierarchical", create, extended_api=True, devices=["cpu"])
 
 
 class _Polling:

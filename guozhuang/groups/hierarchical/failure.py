@@ -51,6 +51,7 @@ _STORE_S: Final = 1.5  # the limit of one request to the store, whose host may b
 _STORE_EVERY_S: Final = 1.0  # seconds between two reads of the ranks' notices during a wait for another node
 _FIX_LOST: Final = "look at that rank's own error, or in the system's log there if it was killed"
 _FIX_ERROR: Final = "look at that rank's own error"
+_FIX_LATE: Final = "give the group a timeout longer than that"
 
 
 class Comparison:
@@ -221,7 +222,7 @@ class GroupFailure:
         """Return the error for ranks on other nodes that did not join in time."""
         late = f"{_named(peers)} on other nodes did not come within {limit_s:.3g} s"
         text = f"timed out: {late}, while this rank waited in {what}"
-        fix = "look at what runs there and at the network, or give the group a longer timeout"
+        fix = f"look at what runs there and at the network, or {_FIX_LATE}"
         return _lost_one_of(explain(text, rank=self._nodes.rank, fix=fix), peers, what)
 
     def _classified(self, error: BaseException, what: str) -> tuple[BaseException, _FailureNotice]:
@@ -242,7 +243,9 @@ class GroupFailure:
                 f"{late}rank {lost} (pid {error.pid}, on this node) gave this group up, or did not come, while this rank "
                 f"waited for it in {what}"
             )
-            text = explain(text, rank=rank, fix=_FIX_ERROR)
+            text = explain(
+                text, rank=rank, fix=f"look at what that rank is doing, or {_FIX_LATE}" if late else _FIX_ERROR
+            )
             error, lost = self._peer_lost(text, lost, what), None
         elif not isinstance(error, WorldError):
             peers = [] if nodes.lane is None else [each for each in nodes.peers_of_lane(nodes.lane) if each != rank]
