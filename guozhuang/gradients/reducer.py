@@ -24,6 +24,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import Variable
 
 from ..exchange.base import GradientExchange, Work
+from ..exchange.nan_watch import NanWatch
 from ..exchange.sparse import all_gather_mean, no_rows
 from ..timeline import Timeline
 from ..world.versions import never_compiled
@@ -68,7 +69,7 @@ class Reducer(BucketedParameters):
         caps: Caps,
         options: ReducerOptions,
     ) -> None:
-        self._unused = UnusedReport(group)
+        self._unused, self._nan = UnusedReport(group), NanWatch(group)
         self._lock = threading.RLock()  # autograd runs backward in one thread per device, and each calls hooks
         self._pass: Pass | None = None
         self._last_pass: Pass | None = None  # keeps its works: see [Note: who drops a work last] in passes.py
@@ -239,6 +240,8 @@ class Reducer(BucketedParameters):
         current.sent_ns = current.sent_ns or time.time_ns()
         timeline, step = self.timeline, self.step if self.exchange_step is None else self.exchange_step()
         start_ns = 0 if timeline is None else timeline.now()
+        if not current.shadow:
+            self._nan.look(bucket, self.step)
         work = self.exchange.start(bucket, self._state, step)
         current.works.append(work)
         if timeline is not None:

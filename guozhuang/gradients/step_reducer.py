@@ -24,6 +24,7 @@ from torch.autograd import Variable
 
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange, Work
+from ..exchange.nan_watch import NanWatch
 from .buckets import Bucket, Placement
 from .unused import UsedAnywhere
 from .views import GradientViews
@@ -92,6 +93,7 @@ class StepReducer:
     ) -> None:
         self._names, self._parameters, self._placement, self._group = names, parameters, placement, group
         self.exchange, self.state, self.step = exchange, exchange.prepare(placement.buckets, group), 0
+        self._nan = NanWatch(group)
         self._may_send_early = may_send_early and exchange.repeatable
         self._sends_early, self._patience_steps = False, 0
         self._views = GradientViews(parameters, placement)
@@ -163,6 +165,7 @@ class StepReducer:
         self._now.next += 1
 
     def _start(self, bucket: Bucket) -> None:
+        self._nan.look(bucket, self.step)
         work = self._now.works[bucket.index] = self.exchange.start(bucket, self.state, self.step)
         if not self.exchange.one_round and bucket.flat.device.type == "cpu":  # or rounds of two buckets would mix
             work.wait()

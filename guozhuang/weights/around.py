@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import UsageError, WorldError, explain
+from ..exchange.nan_watch import NanWatch
 from ..exchange.weights import WeightExchange
 from ..groups import agree as meet
 from ..groups.subgroups import timeout_s
@@ -91,7 +92,7 @@ class AroundSteps:
         self._look()
         self._num_held = _num_held(optimizer)
         self._held = [exchange.prepare(self._named, self._group)]
-        self._steps = StepsBehind(self._group)
+        self._steps, self._nan = StepsBehind(self._group), NanWatch(self._group)
         # These hooks do nothing if the module or the optimizer outlives this object, or is copied.
         optimizer.register_step_pre_hook(HookOf(optimizer, self._on_before))
         optimizer.register_step_post_hook(HookOf(optimizer, self._on_after))
@@ -196,6 +197,7 @@ class AroundSteps:
             fix = "add them before use_weight_exchange or prepare is called; until then switch requires_grad off"
             raise UsageError(explain(what, rank=self._group.rank(), fix=fix))
         self.changed = True
+        self._nan.look_at([name for name, _ in self._named], self._parameters, self.step)
         self._before()
 
     def _on_after(self, _: object) -> None:

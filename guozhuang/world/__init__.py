@@ -16,6 +16,7 @@ from guozhuang.world.requests import (
     requested_gloo_interface,
     requested_groups,
     requested_nccl_interface,
+    requested_stop_on_nan,
     requested_strategy,
     requested_timeline,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "requested_gloo_interface",
     "requested_groups",
     "requested_nccl_interface",
+    "requested_stop_on_nan",
     "requested_strategy",
     "requested_timeline",
     "shutdown",

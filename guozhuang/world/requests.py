@@ -62,6 +62,11 @@ def requested_servers() -> tuple[int, str] | None:
     return int(count), address
 
 
+def requested_stop_on_nan() -> bool:
+    """Return whether ``guozhuang run --stop-on-nan`` (environment GUOZHUANG_STOP_ON_NAN=1) was given."""
+    return os.environ.get("GUOZHUANG_STOP_ON_NAN", "") not in ("", "0")
+
+
 def requested_gloo_interface() -> str | None:
     """Return the network interfaces that gloo is to use (gloo's own environment variable GLOO_SOCKET_IFNAME), or None."""
     return os.environ.get("GLOO_SOCKET_IFNAME") or None

@@ -62,6 +62,12 @@ def parser() -> argparse.ArgumentParser:
         "the ranks at all.",
     )
     ours.add_argument(
+        "--stop-on-nan",
+        "--stop_on_nan",
+        action="store_true",
+        help="End the run when a gradient of a rank becomes NaN. Without it, that is said once.",
+    )
+    ours.add_argument(
         "--pass-local-rank",
         "--pass_local_rank",
         choices=["local-rank", "local_rank"],

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ...errors import MismatchError, explain, rank_table
+from ...exchange.nan_watch import NanWatch
 from ...groups.shared_memory import SharedMemoryGroup
 from ...groups.shared_memory.program import DTYPE_OF
 from ...groups.shared_memory.segments import SharedSegments
@@ -80,6 +81,7 @@ class SharedCarrier(Carrier):
         where = SegmentPlaces(layout)
         self._shared = SharedWeights(self._segments, names, parameters, layout, where)
         self.gradients = SharedGradients(self._segments, names, parameters, layout, where)
+        self._nan, self._num_steps = NanWatch(group), 0
         super().__init__(names, parameters, layout, group, self._shared.flats)
         index_of = {id(p): i for i, p in enumerate(parameters)}
         for embedding in embeddings_of(model):
@@ -103,6 +105,8 @@ class SharedCarrier(Carrier):
     @override
     def _meet(self) -> frozenset[int]:
         """Wait for all ranks at the step's first barrier; until its second one all ranks' gradients stay unchanged."""
+        self._nan.look_at(self._names, self.parameters, self._num_steps)
+        self._num_steps += 1
         changed = self._shared.changed()
         has_all = self.gradients.take()
         report = _REPORT.pack(has_all, self._shared.digest(changed))

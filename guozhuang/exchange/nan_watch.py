@@ -1,0 +1,111 @@
+"""Notices that gradients became NaN, and says so once in a run, with the step, the rank and the parameters.
+
+[Note: a few elements of each gradient] A loss that is NaN makes nearly all gradients NaN, so a few elements of each parameter
+tell it; to look at all of them would cost a pass over memory in each step. NaN that is in one row only, and so is missed, is
+in all weights after the next optimizer step, and in all gradients of the step after it. On the CPU elements are read at once.
+On an accelerator to read them would mean to wait for it, so they are read a step later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import explain
+from ..gradients.buckets import Bucket
+from ..groups.agreement import store_of
+from ..world import requested_stop_on_nan
+from .numbers import some_of
+
+_ELEMENTS = 4  # of each parameter
+_PARAMETERS = 4  # of the first and of the last ones, where gradients are looked at one by one
+_KEY = "guozhuang/NaN was said"
+_log = logging.getLogger("guozhuang")
+
+
+class NanWatch:
+    """Looks at this rank's own gradients, as they are before they are exchanged.
+
+    Args:
+        group: the ranks, of which the first one that finds NaN says so.
+        defers: whether buckets are judged in the next step; None: those on accelerators are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, defers: bool | None = None) -> None:
+        self._group, self._defers, self._stops = group, defers, requested_stop_on_nan()
+        self._places: dict[int, tuple[Sequence[Tensor], Tensor]] = {}
+        self._pending: list[tuple[int, Tensor]] = []
+        self._is_over = False
+
+    def look(self, bucket: Bucket, step: int) -> None:
+        """Look at a few elements of each gradient of a bucket, which holds this rank's own gradients of a step.
+
+        Raises:
+            FloatingPointError: they hold NaN, and ``guozhuang run --stop-on-nan`` asks to stop then.
+        """
+        if self._is_over or not bucket.flat.numel():
+            return
+        is_nan = bucket.flat.index_select(0, self._places_in(bucket)).isnan().any()
+        self._judge(step, is_nan, lambda: zip(bucket.names, bucket.views, strict=True))
+
+    def look_at(self, names: Sequence[str], parameters: Sequence[Tensor], step: int) -> None:
+        """Look at ``grad`` of the first and of the last few parameters, where ranks exchange no buckets of gradients.
+
+        Raises:
+            FloatingPointError: as ``look`` does.
+        """
+        if self._is_over:
+            return
+        few = (
+            parameters
+            if len(parameters) <= 2 * _PARAMETERS
+            else (*parameters[:_PARAMETERS], *parameters[-_PARAMETERS:])
+        )
+        gradients = [p.grad for p in few if p.grad is not None and p.grad.layout == torch.strided and p.grad.numel()]
+        flags = [each.flatten()[:: max(1, each.numel() // _ELEMENTS)].isnan().any() for each in gradients]
+        if flags and len({flag.device for flag in flags}) == 1:
+            here = [(name, p.grad) for name, p in zip(names, parameters, strict=True) if p.grad is not None]
+            self._judge(step, torch.stack(flags).any(), lambda: here)
+
+    def _judge(self, step: int, is_nan: Tensor, gradients: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        if not (is_nan.device.type != "cpu" if self._defers is None else self._defers):
+            if bool(is_nan):
+                self._found(step, [name for name, gradient in gradients() if gradient.isnan().any()])
+            return
+        before = [number for number, flag in self._pending if number < step and bool(flag)]
+        self._pending = [(number, flag) for number, flag in self._pending if number >= step]
+        self._pending.append((step, is_nan))
+        if before:
+            self._found(before[0], [])
+
+    def _places_in(self, bucket: Bucket) -> Tensor:
+        known = self._places.get(bucket.index)
+        if known is None or known[0] is not bucket.views:
+            base = bucket.flat.storage_offset()
+            places = [
+                view.storage_offset() - base + round(part * (view.numel() - 1) / (_ELEMENTS - 1))
+                for view in bucket.views
+                if view.numel()
+                for part in range(_ELEMENTS)
+            ]
+            known = (bucket.views, torch.tensor(sorted(set(places)), device=bucket.flat.device))
+            self._places[bucket.index] = known
+        return known[1]
+
+    def _found(self, step: int, names: Sequence[str]) -> None:
+        self._is_over, self._places, self._pending = True, {}, []
+        is_first = True
+        with contextlib.suppress(RuntimeError):  # a store that is gone
+            is_first = store_of(self._group).add(_KEY, 1) == 1
+        what = f"step {step}: the gradient of {some_of(names)} is NaN here, so the loss or what led to it was"
+        fix = "look at this rank's batch, the learning rate and the precision; with a GradScaler this may happen now and then"
+        text = explain(what, rank=self._group.rank(), fix=fix)
+        if self._stops:
+            raise FloatingPointError(text)
+        if is_first:
+            _log.warning("%s (said once; guozhuang run --stop-on-nan ends the run)", text)
