@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -206,3 +208,23 @@ def test_ranks_are_lost() -> None:
     assert all(isinstance(each, RankError) and each.exit_code == 0 for each in others), others
     assert max(first[::2]) < 2.0  # the end of a process is noticed
     assert max(first[1::2]) < 1.0
+
+
+NEVER_IMPORTS_US = """
+import sys
+import torch
+import torch.distributed as dist
+
+for name in ("cpu:shm,cuda:nccl", "shm"):
+    assert "guozhuang.groups.shared_memory" not in sys.modules or name == "shm"
+    dist.init_process_group(name, rank=0, world_size=1, store=dist.HashStore())
+    dist.all_reduce(torch.ones(1))
+    print(type(dist.group.WORLD).__name__, dist.get_backend_impl(None, torch.device("cpu")) is dist.group.WORLD)
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not THERE, reason="PyTorch finds backends by their entry points from 2.14 on")
+def test_a_script_that_never_imports_us() -> None:
+    done = subprocess.run([sys.executable, "-c", NEVER_IMPORTS_US], capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines() == ["SharedMemoryGroup True"] * 2, done.stderr

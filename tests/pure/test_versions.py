@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from guozhuang.groups import backend
 from guozhuang.groups.base import PythonGroup
 from guozhuang.groups.hierarchical.process_group import HierarchicalGroup
 from guozhuang.groups.round_robin import RoundRobinGroup
@@ -77,6 +80,12 @@ def test_importing_the_package_says_first_that_pytorch_is_too_old_or_lacks_torch
 def test_what_is_declared_is_what_is_checked() -> None:
     wanted = ".".join(map(str, OLDEST))
     assert f'"torch>={wanted}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_pytorch_finds_the_backend_by_its_entry_point() -> None:
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    entry = EntryPoint("shm", groups["torch.distributed.backends"]["shm"], "torch.distributed.backends")
+    assert entry.load() is backend.register
 
 
 def test_a_group_answers_to_the_names_of_older_versions() -> None:
