@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -58,11 +59,17 @@ class NodeRun:
     def _read(self) -> tuple[LaunchConfig, list[str]]:
         """Let torch parse the options; return torch's configuration, and the program to start with its arguments."""
         program: Callable[..., object] | str
+        # Torch remarks on an address that is not used, which nobody has given: it has a default.
+        remarks = logging.getLogger("torch.distributed.run")
+        level = remarks.level
+        remarks.setLevel(logging.ERROR)
         try:
             config, program, arguments = config_from_args(self._plan.elastic)
         except (ValueError, AssertionError, RuntimeError, OSError) as error:
             what = f"torch elastic refused the options: {error}"
             raise UsageError(explain(what, fix="see `guozhuang run --help`")) from error
+        finally:
+            remarks.setLevel(level)
         if program is run_script_path:
             return config, [sys.executable, "-u", "-c", _RUN_PATH, *arguments]
         assert isinstance(program, str)
