@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree
+from collections.abc import Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,9 +12,25 @@ from rich.console import Console
 
 from guozhuang import units
 from guozhuang.lab import plots, report, table
-from guozhuang.lab.results import RunFailure, from_json
+from guozhuang.lab.results import Results, RunFailure, from_json, to_json
 from guozhuang.lab.verdict import judge
 from tests.pure.made_up import comparison, row, usual
+
+DRAW = plots.draw
+DRAWN: dict[str, Mapping[str, plots.Picture]] = {}
+
+
+@pytest.fixture(autouse=True)
+def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tests write the same report, and drawing is most of it."""
+
+    def draw(results: Results) -> Mapping[str, plots.Picture]:
+        key = to_json(results)
+        if key not in DRAWN:
+            DRAWN[key] = DRAW(results)
+        return DRAWN[key]
+
+    monkeypatch.setattr(plots, "draw", draw)
 
 
 class _Page(HTMLParser):
@@ -94,6 +111,7 @@ def test_report_says_what_was_found_and_escapes_what_others_wrote(tmp_path: Path
 
 def test_report_can_be_made_again_from_its_results_file(tmp_path: Path) -> None:
     first = report.write(usual(), tmp_path / "a").read_text()
+    DRAWN.clear()
     again = report.write(from_json((tmp_path / "a" / "results.json").read_text()), tmp_path / "b").read_text()
     assert again == first
 
