@@ -107,7 +107,8 @@ def perform(
             plan, details = plan_of(namespace, Path(scratch), progress)
             busy = busy_share()  # of other programs: measured before the comparison itself computes anything
             machine = describe()
-            must_match = {**conditions(plan, details), **{name: str(each) for name, each in asdict(machine).items()}}
+            here = {name: str(each) for name, each in asdict(machine).items() if name != "memory_bytes"}
+            must_match = conditions(plan, details) | here
             unfinished = Unfinished(plan.out / "unfinished", must_match, namespace.fresh)
             shutil.rmtree(plan.out / "logs", ignore_errors=True)  # remove the logs of an earlier comparison
             # Modules that loading the workload has imported; the warm parent imports them too.
@@ -240,6 +241,10 @@ def _measure(
         for contender in plan.contenders:
             if contender.name not in found.failures:
                 _trace(plan, contender, found, unfinished, runs, reporter)
+    if unfinished.problem:
+        found.notes.append(
+            f"Finished runs could not be kept, so an interrupted comparison would begin anew: {unfinished.problem}."
+        )
     return tuple(_row(plan, one, found) for one in plan.contenders), tuple(found.notes)
 
 

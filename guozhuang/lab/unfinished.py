@@ -55,7 +55,8 @@ class Unfinished:
 
     Attributes:
         differs: what is not the same as in the comparison that left runs here, as "steps was 50, is 100"; those were removed.
-        num_found: how many finished runs there are.
+        num_found: how many finished runs were there at the beginning.
+        problem: why a run could not be kept, such as a full disk; empty if all were.
     """
 
     def __init__(self, folder: Path, must_match: Mapping[str, str], is_fresh: bool) -> None:
@@ -76,6 +77,7 @@ class Unfinished:
             if run is not None
         }
         self.num_found = len(self._runs)
+        self.problem = ""
 
     def find(self, contender: Contender, number: int, *, timeline: bool = False) -> FinishedRun | None:
         """Return the finished run of this round, or the timeline, if it was made with the same settings of the row."""
@@ -84,14 +86,25 @@ class Unfinished:
         return run if run is not None and (run.strategy, run.backend, run.num_groups) == same else None
 
     def keep(self, run: FinishedRun, weights: Path | None = None) -> None:
-        """Keep a finished run, and before it the file of weights that belongs to it."""
-        if weights is not None:
-            copy = self.weights(run.name).with_suffix(".part")
-            shutil.copyfile(weights, copy)
-            os.replace(copy, self.weights(run.name))
+        """Keep a finished run, and before it the file of weights that belongs to it; if that fails, set ``problem``."""
         kind = "timeline" if run.measured is None else f"round{run.number}"
-        records.write_text(self.folder / f"run-{kind}-{run.name}.json", records.to_json(asdict(run)))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if weights is not None:
+                self._keep_weights(weights, self.weights(run.name))
+            records.write_text(self.folder / f"run-{kind}-{run.name}.json", records.to_json(asdict(run)))
+        except OSError as error:
+            self.problem = self.problem or f"{error.strerror}: {self.folder}"
+            return
         self._runs[run.name, run.number, run.measured is None] = run
+
+    def _keep_weights(self, weights: Path, path: Path) -> None:
+        copy = path.with_suffix(".part")
+        try:
+            shutil.copyfile(weights, copy)
+            os.replace(copy, path)
+        finally:
+            copy.unlink(missing_ok=True)
 
     def weights(self, name: str) -> Path:
         """Return the path of the weights that a row's first round ended with; no such file if there are none."""
@@ -108,7 +121,11 @@ class Unfinished:
     def keep_differences(self, found: Mapping[str, Difference], but: str) -> None:
         """Keep the differences of weights, and remove the weights but those of one row, to which later ones are compared."""
         document = {name: asdict(each) for name, each in found.items()}
-        records.write_text(self.folder / "differences.json", records.to_json(document))
+        try:
+            records.write_text(self.folder / "differences.json", records.to_json(document))
+        except OSError as error:
+            self.problem = self.problem or f"{error.strerror}: {self.folder}"
+            return
         for path in self.folder.glob("weights-*.pt"):
             if path != self.weights(but):
                 path.unlink()

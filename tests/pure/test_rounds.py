@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import guozhuang
-from guozhuang import workloads
+from guozhuang import records, workloads
 from guozhuang.errors import UsageError
 from guozhuang.lab import compare, options, plots
 from guozhuang.lab.progress import Forecast, PlannedRun, about, about_span
@@ -254,6 +255,21 @@ def test_what_must_match_is_compared_and_said(
     interrupted_after(3)
     seen, said = interrupted_after(1, "--fresh")
     assert seen == ALL_RUNS[:1] and "Going on" not in said
+
+
+def test_a_full_disk_costs_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write = records.write_text
+
+    def full(path: Path, text: str) -> None:
+        if path.parent.name == "unfinished" and path.name != "comparison.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(records, "write_text", full)
+    code, results = _run(monkeypatch, tmp_path, _Interrupted(99, tmp_path), *COMPARED)
+    assert code == 0 and [len(row.rounds) for row in results.rows] == [2, 2, 2]
+    assert [note for note in results.notes if "could not be kept" in note and "No space left on device" in note]
+    assert [row.difference.largest for row in results.rows if row.difference] == [3.0, 2.0]
 
 
 def test_how_long_it_takes_is_said_before_and_meanwhile(

@@ -158,4 +158,6 @@ def test_torchruns_ways_of_logging_are_left_to_torch() -> None:
 
 def test_a_strategy_that_begins_with_whole_gradients_says_so() -> None:
     assert [note for note in plan("--strategy", "qadam").notes if "first 300 steps" in note]
-    assert not [note for note in plan("--strategy", "quantize8").notes if "whole gradients" in note]
+    other_node = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1")
+    for silent in (("--strategy", "quantize8"), ("--strategy", "qadam", *other_node)):
+        assert not [note for note in plan(*silent).notes if "whole gradients" in note]

@@ -140,7 +140,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         what = "--use-env and --pass-local-rank exclude each other"
         raise UsageError(explain(what, fix="leave out --use-env if the script reads an option"))
     option = None if found.pass_local_rank is None else f"--{found.pass_local_rank}"
-    notes = [] if found.strategy is None else _warming_up(found.strategy)
+    notes = _warming_up(found.strategy) if found.strategy is not None and found.node_rank == 0 else []
     if num_local_ranks > num_cores:
         notes.append(f"{num_local_ranks} ranks share {num_cores} cores of this node")
     log_folder = _log_folder(found)
