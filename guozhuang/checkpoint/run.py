@@ -42,6 +42,7 @@ class _Saving:
         savers: by their folders.
         schedule: when to save without being asked; None before :func:`begin`, or if it was not requested.
         folder: where the schedule saves.
+        has_skipped: whether a save was left out because of a slow disk; that is said once.
         has_begun: whether the requested checkpoint was looked for.
         is_restored: whether a checkpoint was restored, or looked for in vain.
         num_loops: how many loops of :func:`epochs` have begun.
@@ -54,6 +55,7 @@ class _Saving:
     schedule: SaveTimes | None = None
     folder: Path | None = None
     has_begun: bool = False
+    has_skipped: bool = False
     is_restored: bool = False
     num_loops: int = 0
     lock: int | None = None
@@ -314,7 +316,8 @@ def _on_pause() -> None:
         _saving.state.settle()
         if rank == 0:
             what = "no checkpoint of step %d was saved: the one before is still being written, so the disk is too slow for %s"
-            _log.warning(what, state.step, _saving.schedule)
+            _log.log(logging.DEBUG if _saving.has_skipped else logging.WARNING, what, state.step, _saving.schedule)
+            _saving.has_skipped = True
 
 
 def _start(saver: Saver) -> None:

@@ -207,23 +207,25 @@ def arrives(rank: int, world_size: int, pairs: list[tuple[str, str]], folder: st
     return wrong
 
 
-def check_strategies(strategies: tuple[str, ...], folder: Path, pairs: list[tuple[str, str]]) -> None:
+def check_strategies(
+    strategies: tuple[str, ...], folder: Path, pairs: list[tuple[str, str]], sizes: tuple[int, ...]
+) -> None:
     env = {"GUOZHUANG_SERVERS": None}
     assert run_ranks(goes_on, 2, strategies, str(folder), init=False, env=env, timeout_s=150) == [[], []]
-    for num_ranks in (1, 3):
+    for num_ranks in sizes:
         assert run_ranks(arrives, num_ranks, pairs, str(folder), init=False, env=env, timeout_s=100) == [[]] * num_ranks
 
 
 def test_a_run_goes_on_bit_for_bit_and_on_any_number_of_ranks(tmp_path) -> None:
     pairs = [("ddp", "sharded"), ("sharded", "ddp"), ("diloco", "diloco")]
-    check_strategies(SOME, tmp_path, pairs)
+    check_strategies(SOME, tmp_path, pairs, (1,))
 
 
 @pytest.mark.slow
 def test_every_other_strategy_goes_on_too(tmp_path) -> None:
     own_groups = ("qadam", "onebit-adam")  # their scripts here have an optimizer of other groups
     pairs = [(s, other) for s in MORE for other in ((s,) if s in own_groups else (s, "sharded-weights"))]
-    check_strategies(MORE, tmp_path, pairs)
+    check_strategies((*MORE, *SOME), tmp_path, [*pairs, *((s, o) for s in SOME for o in SOME)], (1, 3))
 
 
 def diverges(rank: int, world_size: int, folder: str) -> None:

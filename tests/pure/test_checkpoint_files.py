@@ -179,7 +179,7 @@ class Calls:
                 os.truncate(path, os.path.getsize(path) // 2)
 
 
-@pytest.mark.parametrize("power", [True, False])
+@pytest.mark.parametrize("power", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_death_at_any_call_leaves_the_newest_whole_or_the_one_before(tmp_path, monkeypatch, power) -> None:
     seen = set()
     for die_at in itertools.count():
@@ -275,7 +275,7 @@ def test_each_flipped_bit_truncation_swap_and_missing_file_is_refused_by_name(tm
         path.write_bytes(originals[name])
 
     for name, contents in originals.items():
-        for at in range(0, len(contents), 1 if len(contents) < 300 else 7):
+        for at in range(0, len(contents), 1 if len(contents) < 100 else 11):
             flipped = bytearray(contents)
             flipped[at] ^= 1 << draw.randrange(8)
             refused(name, bytes(flipped))
