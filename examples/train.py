@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import guozhuang as gz
 
-world = gz.init()
+gz.init()
 
 torch.manual_seed(0)
 inputs = torch.randn(4096, 20)
@@ -21,7 +21,7 @@ dataset = TensorDataset(inputs, labels)
 model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = gz.prepare(model, optimizer)
-batches = gz.loader(dataset, batch_size=64 // world.size)
+batches = gz.loader(dataset, global_batch_size=64)
 
 for epoch in gz.epochs(3):
     for x, y in batches:
@@ -29,7 +29,6 @@ for epoch in gz.epochs(3):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    if world.rank == 0:
-        print(f"epoch {epoch}: loss {loss.item():.3f}")
+    gz.print(f"epoch {epoch}: loss {gz.reduce(loss).item():.3f}")
 
 gz.shutdown()
