@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open(made / "reviews.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["title", "body", "stars"])
-        writer.writerows([f"number {i}", "good words" if i % 2 else "bad words", i % 2] for i in range(200))
+        writer.writerows([f"number {i}", f"{'good' if i % 2 else 'bad'} words number {i}", i % 2] for i in range(200))
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "number", "good", "bad", "words"]
     checkpoint = made / "my-checkpoint"
     checkpoint.mkdir()
@@ -72,7 +72,7 @@ def test_the_command_runs(words: list[str], folder: Path) -> None:
     """Some go on with what those before them have made."""
     command = words[1:]
     if command[0] == "compare":
-        model = ["--model", "tiny"] if "bert-base" in command else []
+        model = ["--model", "bert-tiny"] if "bert-base" in command else []
         command += [*SHORT, *model, "--ranks", "2", "--fresh"]
     done = guozhuang(*command, folder=folder, timeout_s=110, PYTHONPATH=f"{folder}")
     assert done.returncode == 0, done
