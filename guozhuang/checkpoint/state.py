@@ -178,7 +178,7 @@ class TrainingState(Stateful):
     # ---- restoring it ------------------------------------------------------------------------------------------------------
 
     def check(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Raise unless a saved state fits what is registered; change nothing.
+        """Raise unless a saved state fits what is registered; change nothing but the positions of loaders.
 
         Raises:
             UsageError: another model, optimizer or dataset was saved; the text says what differs.
@@ -194,6 +194,8 @@ class TrainingState(Stateful):
             if name in own["kept"] and is_stateful(value) != own["kept"][name]["stateful"]:
                 what = f"gz.keep({name}=...) was given another kind of value than when the checkpoint was saved"
                 raise UsageError(explain(what, value=type(value).__name__, fix="keep the same objects"))
+        for loader, state in zip(self.registry.loaders, shared["loaders"], strict=False):
+            loader.load_state_dict(state)  # raises if it has other data; :meth:`restore` sets all positions
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
         """Set everything that is registered to a state that :meth:`check` has accepted. Every rank must call it.

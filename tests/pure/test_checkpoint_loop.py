@@ -17,6 +17,8 @@ from guozhuang.checkpoint import run as of_run
 from guozhuang.checkpoint.saver import Board
 from guozhuang.checkpoint.schedule import SaveTimes
 from guozhuang.errors import CheckpointError, UsageError
+from guozhuang.launch.options.arguments import read
+from guozhuang.launch.options.plan import plan
 from guozhuang.world.requests import checkpoint_interval
 
 
@@ -157,6 +159,45 @@ def test_nothing_to_save_and_what_does_not_fit(tmp_path) -> None:
         gz.restore(tmp_path)
     with pytest.raises(AttributeError, match=r"gz.keep\(worst"):
         _ = script.kept.worst
+
+
+def test_other_data_is_refused_before_anything_is_changed(tmp_path) -> None:
+    script = Script()
+    script.train(stop_after=2, batches=gz.loader(script.x, 4, rank=0, num_replicas=1))
+    kept_alive = gz.loader(script.x, 4, rank=0, num_replicas=1)
+    gz.save(tmp_path)
+    other = Script()
+    before = [p.clone() for p in other.model.parameters()]
+    batches = gz.loader(other.x[:8], 4, rank=0, num_replicas=1)
+    with pytest.raises(UsageError, match="length=12, but here it is 8"):
+        gz.restore(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(before, other.model.parameters(), strict=True))
+    assert len(kept_alive) == 3 and len(batches) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--every", "5min"], "--every is about checkpoints"),
+        (["--keep", "2"], "--keep is about checkpoints"),
+        (["--checkpoint", "c", "--keep", "0"], "--keep is a count"),
+        (["--checkpoint", "c", "--every", "5"], "--every must be a number of steps or a duration"),
+    ],
+)
+def test_options_that_cannot_be(words, text, tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(UsageError, match=text):
+        plan(read([*words, str(script)]), {})
+
+
+def test_options_reach_the_ranks(tmp_path, monkeypatch) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.chdir(tmp_path)
+    found = plan(read(["--checkpoint", "c", "--every", "2h", str(script)]), {}).variables
+    assert found["GUOZHUANG_CHECKPOINT"] == str(tmp_path / "c")
+    assert (found["GUOZHUANG_CHECKPOINT_EVERY"], found["GUOZHUANG_CHECKPOINT_KEEP"]) == ("2h", "3")
 
 
 def test_one_that_is_not_whole_is_left_out_and_both_facts_are_said(tmp_path, caplog) -> None:
