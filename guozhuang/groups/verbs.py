@@ -137,7 +137,7 @@ def collective(prepare: Callable[..., PreparedCall]) -> Callable[..., dist.Work]
         if not profiler._is_profiler_enabled:
             return self._begin(prepared, native, args)
         given = tensors_in(args[min(num_arguments, 3) - 2]) if num_arguments > 1 else []
-        return recorded(f"{self._backend}:{verb}", given, lambda: self._begin(prepared, native, args))
+        return recorded(f"{self._backend}:{verb}", given, functools.partial(self._begin, prepared, native, args))
 
     return call
 
@@ -160,7 +160,7 @@ def check_memory(tensor: Tensor, what: str, rank: int) -> None:
     The result of a functional collective of PyTorch is waited for, and passes.
     """
     try:
-        address = tensor.data_ptr()
+        address = 0 if hasattr(tensor, "fake_mode") else tensor.data_ptr()  # a FakeTensor warns where it is asked
     except RuntimeError:
         address = 0
     if address or not tensor.numel():

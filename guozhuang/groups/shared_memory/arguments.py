@@ -189,8 +189,8 @@ def is_plain(tensor: Tensor) -> bool:
     try:
         address = tensor.data_ptr()
     except RuntimeError:
-        address = 0
-    is_aligned = address % tensor.itemsize == 0 and (address != 0 or not tensor.numel())
+        return False
+    is_aligned = address != 0 and address % tensor.itemsize == 0
     return is_aligned and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 

@@ -287,9 +287,11 @@ class CollectiveCalls(VerbGroup):
 
     def _reduce(self, tensor: Tensor, root: int | None, opts: Any) -> PreparedCall:
         how = arguments.combining(opts.reduceOp, tensor.dtype, self._size, self._rank)
-        is_plain, name = arguments.is_plain(tensor), "all_reduce" if root is None else "reduce"
+        name = "all_reduce" if root is None else "reduce"
+        is_plain = type(tensor) is Tensor and arguments.is_plain(tensor)
         if not is_plain:
             check_memory(tensor, name, self._rank)
+            is_plain = arguments.is_plain(tensor)
         run = partial(self._operations.reduce if is_plain else self._reduce_now, tensor, how, root)
         return PreparedCall(run, [tensor], name, not is_plain and root in (None, self._rank))
 
