@@ -54,7 +54,7 @@ class FollowedSampler(DistributedSampler):
     @override
     def indices(self, epoch: int, start: int = 0) -> Iterator[Any]:
         order = self._draw(epoch)
-        num_mine = share_size(len(order) - start, self.num_replicas, self.rank, self.ends)
+        num_mine = share_size(self._length - start, self.num_replicas, self.rank, self.ends)
         first = start + self.rank
         return iter([order[(first + i * self.num_replicas) % len(order)] for i in range(num_mine)])
 
@@ -63,8 +63,8 @@ class FollowedSampler(DistributedSampler):
             if callable(set_epoch := getattr(self.given, "set_epoch", None)):
                 set_epoch(epoch)
             order = list(self.given)
-        if len(order) != self._length:
-            what = f"The sampler's length was {self._length} when the loader was made, and it yielded {len(order)}"
+        if len(order) != self._own_length:
+            what = f"The sampler's length was {self._own_length} when the loader was made, and it yielded {len(order)}"
             fix = "make its length what it yields, the same in every epoch"
             raise UsageError(explain(what, value=type(self.given).__name__, rank=self.rank, fix=fix))
         self._order = epoch, zlib.crc32(repr(order).encode())

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from guozhuang.data.given import FollowedSampler, SelfSharded
 from guozhuang.data.progress import EpochPass, whole_number
-from guozhuang.data.sampler import DistributedSampler, Ends, check_ends, replica
+from guozhuang.data.sampler import CommonLength, DistributedSampler, Ends, check_ends, replica
 from guozhuang.data.stream import StridedStream, check_stream
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import registry
@@ -51,6 +51,9 @@ def loader(
     **options: Any,
 ) -> Loader:
     """Return an iterable over the batches of this rank's share of a dataset.
+
+    Every rank must make the same loaders in the same order. If their datasets have different lengths, rank 0 says so, and the
+    epoch ends as ``ends`` asks; see [Note: different lengths] in sampler.py.
 
     The k-th batches of n ranks together are the k-th batch of one process with ``n * batch_size``, which is
     ``global_batch_size``: a script that states that one trains on the same batches whatever the number of ranks.
@@ -252,6 +255,7 @@ class Loader:
         self.collate_fn: Callable[[list[Any]], Any] = batches.collate_fn
         self.batch_sampler = batches.batch_sampler if isinstance(share, DistributedSampler) else None
         self._batches = batches
+        self._lengths = CommonLength(share) if isinstance(share, DistributedSampler) else None
         self._run: EpochPass | None = None
         registry.add_loader(self)
 
@@ -261,7 +265,12 @@ class Loader:
         Raises:
             TypeError: the dataset is a stream without a length.
         """
+        self._agree()
         return _num_batches(len(self.sampler), self.batch_size, self.drop_last)
+
+    def _agree(self) -> None:
+        if self._lengths is not None:
+            self._lengths.agree()
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass over this rank's batches; for the rules of its epoch see ``DistributedSampler``.
@@ -270,6 +279,7 @@ class Loader:
             UsageError: raised by the iterator if a newer pass has taken over its persistent workers.
             RuntimeError: raised by the iterator if a worker died or took longer than ``timeout`` seconds.
         """
+        self._agree()
         smallest = self.sampler.smallest_share()
         if smallest is not None and self.drop_last:
             smallest -= smallest % self._num_counted
@@ -311,6 +321,7 @@ class Loader:
         Save it after a step, from rank 0 or every rank; with ``ends="uneven"`` from rank 0. Batch size, number of
         ranks, number of workers and ``ends`` may differ when it is loaded, but not for a stream that shares itself.
         """
+        self._agree()
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -319,6 +330,7 @@ class Loader:
         Raises:
             UsageError: the state has another dataset length, seed or shuffle, or is not from ``state_dict``.
         """
+        self._agree()
         self.sampler.load_state_dict(state)
 
 

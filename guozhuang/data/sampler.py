@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Literal, cast, get_args
 
@@ -10,9 +12,13 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler
 
 from guozhuang.data.progress import EpochPass, Progress, check_state, whole_number
-from guozhuang.errors import UsageError, explain
+from guozhuang.errors import UsageError, explain, rank_table
+from guozhuang.net import client
+from guozhuang.units import merged, ranks_text
 
 Ends = Literal["pad", "drop", "uneven"]
+_LENGTHS_S = 20.0  # how long a rank waits until the others have made a loader that it has made
+_log = logging.getLogger("guozhuang")
 _CHUNK = 4096  # indices turned into Python ints at a time
 
 
@@ -78,10 +84,18 @@ class DistributedSampler(Sampler[int]):
         self.shuffle = bool(shuffle)
         self.seed = whole_number("seed", seed)
         self.progress = Progress(self.num_replicas)
-        self._length = length_of(dataset)
-        self.num_samples = share_size(self._length, self.num_replicas, self.rank, self.ends)
+        self._own_length = length_of(dataset)
+        self.count(self._own_length)
+
+    def count(self, length: int) -> None:
+        """Share ``length`` samples from now on, which is not this rank's own number where ranks have different datasets.
+
+        Where that is more than this rank has, its first samples come again. Every rank must call this, between epochs.
+        """
+        self._length = length
+        self.num_samples = share_size(length, self.num_replicas, self.rank, self.ends)
         evenly = self.ends != "uneven"
-        self.total_size = self.num_samples * self.num_replicas if evenly else self._length
+        self.total_size = self.num_samples * self.num_replicas if evenly else length
 
     @property
     def epoch(self) -> int:
@@ -123,9 +137,14 @@ class DistributedSampler(Sampler[int]):
         Raises:
             UsageError: the dataset's length has changed since the sampler was made.
         """
-        if (length := length_of(self.dataset)) != self._length:
-            what = f"The dataset had {self._length} samples when the sampler was made"
-            raise UsageError(explain(what, value=length, rank=self.rank, fix="make a new sampler for the changed data"))
+        if (found := length_of(self.dataset)) != self._own_length:
+            what = f"The dataset had {self._own_length} samples when the sampler was made"
+            raise UsageError(explain(what, value=found, rank=self.rank, fix="make a new sampler for the changed data"))
+        given = self._counted_indices(epoch, start)
+        return given if self._length <= found else (index % found for index in given)
+
+    def _counted_indices(self, epoch: int, start: int) -> Iterator[int]:
+        length = self._length
         num_mine = share_size(length - start, self.num_replicas, self.rank, self.ends)
         places = range(start + self.rank, start + self.rank + num_mine * self.num_replicas, self.num_replicas)
         # Only the last place of a share can be beyond the order's end, and only with "pad": it wraps around, as in torch.
@@ -173,6 +192,66 @@ class DistributedSampler(Sampler[int]):
 
     def _identity(self) -> dict[str, Any]:
         return {"seed": self.seed, "shuffle": self.shuffle, "length": self._length}
+
+
+class CommonLength:
+    """How many samples the ranks of the world share where their datasets have different lengths.
+
+    [Note: different lengths] Ranks that read files of their own may find different numbers of samples. They would make
+    different numbers of steps, and some would wait for the others for ever. So each rank puts its number into the store of
+    the world when it makes a loader, and reads those of the others when it first needs one. The n-th loaders of all ranks
+    belong together. If they differ, rank 0 says so, and all count as ``ends`` asks: "pad" up to the longest, "drop" down to
+    the shortest, "uneven" each its own. A rank that made a loader alone waits for a while, and goes on with its own number;
+    what the first rank decides holds for all.
+
+    Args:
+        sampler: the share of this rank.
+    """
+
+    def __init__(self, sampler: DistributedSampler) -> None:
+        self._sampler = sampler
+        self._store: dist.Store | None = None
+        rank, size = sampler.rank, sampler.num_replicas
+        if size == 1 or not (dist.is_available() and dist.is_initialized()):
+            return
+        if (rank, size) == (dist.get_rank(), dist.get_world_size()):
+            store: dist.Store = dist.distributed_c10d._get_default_store()
+            turn = store.add(f"guozhuang/loaders/turns/{rank}", 1)
+            self._store = dist.PrefixStore(f"guozhuang/loaders/{turn}", store)
+            self._store.set(f"length/{rank}", str(length_of(sampler.dataset)))
+
+    def agree(self) -> None:
+        """Have the sampler count as many samples as those of the other ranks. A second call does nothing."""
+        store, self._store = self._store, None
+        if store is None:
+            return
+        sampler = self._sampler
+        keys = [f"length/{rank}" for rank in range(sampler.num_replicas)]
+        began = time.monotonic()
+        while not (are_here := store.check(keys)) and time.monotonic() - began < _LENGTHS_S:
+            if store.check(["decided"]):
+                break
+            time.sleep(client.look_s(time.monotonic() - began, len(keys)))
+        if store.compare_set("decided", "", "together" if are_here else "alone") != b"together":
+            if missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+                what = f"{ranks_text(missing)} made no loader like this one, so the lengths of their data were not compared"
+                fix = "make it on every rank, or for this one alone with rank=0, num_replicas=1"
+                _log.warning("%s", explain(what, rank=sampler.rank, fix=fix))
+            return
+        lengths = [int(text) for text in store.multi_get(keys)]
+        if len(set(lengths)) == 1:
+            return
+        length = {"pad": max(lengths), "drop": min(lengths), "uneven": lengths[sampler.rank]}[sampler.ends]
+        sampler.count(length)
+        if sampler.rank == 0:
+            then = {
+                "pad": f"all count {length}, and the shorter ones give samples again",
+                "drop": f"all count {length}, and the longer ones leave samples out",
+                "uneven": "each counts its own, so train inside of join()",
+            }[sampler.ends]
+            rows = [(ranks_text(ranks), number) for ranks, number in merged(dict(enumerate(map(str, lengths))))]
+            table = rank_table(("ranks", "samples"), rows)
+            _log.warning('the datasets of the ranks differ in length; with ends="%s" %s\n%s', sampler.ends, then, table)
 
 
 def share_size(num_samples: int, num_replicas: int, rank: int, ends: Ends) -> int:
