@@ -28,6 +28,10 @@ from guozhuang.launch.console.say import say
 _INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
 
 
+# What stands for a path in parsers, as "metavar" or "dest" of an option.
+_PATHS = frozenset({"FILE", "DIR", "FOLDER", "DATA", "MODEL", "log_dir", "training_script", "training_script_args"})
+
+
 @dataclass(frozen=True)
 class Command:
     """A subcommand: a line for ``guozhuang --help``, a function that returns its parser, and one that carries it out.
@@ -249,7 +253,11 @@ def _completion(arguments: Sequence[str]) -> int:
     made.add_argument("--version", action=_Version, nargs=0, help="show versions")
     commands = made.add_subparsers()
     for name, command in COMMANDS.items():
-        commands.add_parser(name, help=command.help, parents=[command.parser()], add_help=False)
+        parser = command.parser()
+        for action in parser._actions:
+            if action.metavar in _PATHS or action.dest in _PATHS:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        commands.add_parser(name, help=command.help, parents=[parser], add_help=False)
     print(shtab.complete(made, shell))
     return 0
 

@@ -89,9 +89,10 @@ def test_strategies_side_by_side_and_one_that_fails(tmp_path: Path, capsys: pyte
 @pytest.mark.slow
 def test_the_same_strategy_on_several_backends_and_groups(tmp_path: Path) -> None:
     names = "ddp@gloo,torch-ddp"
-    code, results = _compare(tmp_path / "report", "--strategies", names, "--steps", "3", "--groups", "2")
+    more = ("--steps", "3", "--groups", "2", "--option", "norm=1")
+    code, results = _compare(tmp_path / "report", "--strategies", f"{names},single", *more)
     assert code == 0
-    rows = {row.name: row for row in results.rows if row.ok}
+    rows = {row.name: row for row in results.rows if row.ok and not row.one_process}
     assert list(rows) == names.split(",")
     assert {name: (row.strategy, row.backend, row.num_groups) for name, row in rows.items()} == {
         "ddp@gloo": ("ddp", "gloo", 2),
@@ -100,6 +101,10 @@ def test_the_same_strategy_on_several_backends_and_groups(tmp_path: Path) -> Non
     assert rows["ddp@gloo"].losses == pytest.approx(rows["torch-ddp"].losses, rel=1e-5)
     how = judge(results).how[-1]
     assert "--backend gloo" in how and "@" not in how
+    said = [caution for caution in judge(results).cautions if "The likely cause is batch normalization" in caution]
+    assert (
+        len(said) == 1 and said[0].startswith("ddp@gloo and torch-ddp ended up to") and "a BatchNorm layer" in said[0]
+    )
 
 
 @pytest.mark.slow

@@ -19,7 +19,10 @@ BATCH_SIZE = 4
 
 
 def make(options: Mapping[str, str]) -> Workload:
-    """A linear classifier; at rank 1's step N ``fail=N`` raises under this package's ddp, ``hang=N`` sleeps."""
+    """A linear classifier; at rank 1's step N ``fail=N`` raises under this package's ddp, ``hang=N`` sleeps.
+
+    With ``norm=1`` batch normalization stands before it.
+    """
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(NUM_SAMPLES, 8, generator=generator)
     classes = (inputs.sum(1) > 0).long()
@@ -41,7 +44,7 @@ def make(options: Mapping[str, str]) -> Workload:
 
     return Workload(
         name="tiny",
-        model=lambda: nn.Linear(8, 2),
+        model=lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 2)) if "norm" in options else nn.Linear(8, 2),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         train=TensorDataset(inputs, classes),
         collate=default_collate,

@@ -72,14 +72,15 @@ def test_help_versions_and_mistakes_import_no_torch() -> None:
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", "bash"]) == 0
     script = tmp_path / "completion.bash"
+    (tmp_path / "script.py").touch()
     script.write_text(capsys.readouterr().out)
     program = f"source {script}; function=$(complete -p guozhuang | sed 's/.*-F \\([^ ]*\\).*/\\1/')\n"
-    for words in (["co"], ["compare", "--strat"], ["compare", "--device", "''"], ["run", "--strat"]):
+    for words in (["co"], ["compare", "--strat"], ["compare", "--device", "''"], ["run", "--strat"], ["run", "sc"]):
         program += f"COMP_WORDS=(guozhuang {' '.join(words)}); COMP_CWORD={len(words)}; COMPREPLY=()\n"
         program += '$function guozhuang "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"; echo "${COMPREPLY[*]}"\n'
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True)
     assert [set(line.split()) for line in done.stdout.splitlines()] == [
-        {"compare", "completion"}, {"--strategies"}, {"cpu", "cuda"}, {"--strategy"},
+        {"compare", "completion"}, {"--strategies"}, {"cpu", "cuda"}, {"--strategy"}, {"script.py"},
     ]  # fmt: skip
 
 
