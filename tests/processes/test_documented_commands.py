@@ -76,3 +76,22 @@ def test_the_command_runs(words: list[str], folder: Path) -> None:
         command += [*SHORT, *model, "--ranks", "2", "--fresh"]
     done = guozhuang(*command, folder=folder, timeout_s=110, PYTHONPATH=f"{folder}")
     assert done.returncode == 0, done
+
+
+@pytest.mark.slow
+def test_the_script_of_the_readme_trains_before_and_after_the_change(folder: Path) -> None:
+    """Its lines, with and without the change, below the definitions that it leaves to the reader."""
+    (change,) = [text for page, text in blocks("diff") if page == "README.md"]
+    given = """
+from torch.utils.data import DataLoader, TensorDataset
+MyModel, loss_fn = lambda: torch.nn.Linear(2, 1), torch.nn.functional.mse_loss
+dataset = TensorDataset(torch.randn(64, 2), torch.randn(64, 1))
+"""
+    for name, sign in (("plain", "-"), ("changed", "+")):
+        lines = [line[1:] for line in change.splitlines() if line[:1] in (" ", sign, "")]
+        imports, script = "\n".join(lines).split("model = MyModel()")
+        (folder / f"{name}.py").write_text(f"{imports}{given}model = MyModel(){script}\nprint('samples:', len(x))\n")
+    for name, num_ranks, share in (("plain", 1, 32), ("changed", 1, 32), ("changed", 2, 16)):
+        done = guozhuang("run", "-np", num_ranks, f"{name}.py", folder=folder)
+        assert done.returncode == 0, done
+        assert done.stdout.count(f"samples: {share}") == num_ranks, done
