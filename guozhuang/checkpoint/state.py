@@ -293,7 +293,8 @@ def _set_kept(values: Values, saved: Mapping[str, Any]) -> list[str]:
         elif is_stateful(value):
             value.load_state_dict(_copied(saved[name]["state"]))
         else:
-            setattr(values, name, _copied(saved[name]["state"]))
+            found = _copied(saved[name]["state"])
+            setattr(values, name, found.to(value.device) if isinstance(value, Tensor) else found)
     forgotten = sorted(saved.keys() - vars(values).keys())
     if forgotten:
         notes.append(f"the checkpoint holds {', '.join(forgotten)} too, which gz.keep was not given")
