@@ -51,6 +51,7 @@ class accumulate:
         self._wrapper: Any = inside if found is None else found.model
         self._optimizer: Any = None if found is None else found.optimizer
         self._count = _count_of(inside, found)
+        self._count.forget_dropped(inside)
         self._steps = steps
         self._held: contextlib.AbstractContextManager[Any] | None = None
         if self._count.done and self._count.steps != steps:
@@ -61,7 +62,7 @@ class accumulate:
         """Yield 0 to ``steps - 1``: the number of the micro-batch that the body of the loop computes."""
         if self._count.done:
             what = f"a new step begins after micro-batch {self._count.done} of {self._count.steps} of the one before"
-            fix = "let each loop run to its end: the gradients are exchanged with the last micro-batch"
+            fix = "let each loop run to its end, for the last micro-batch exchanges the gradients; or call zero_grad() first"
             raise UsageError(explain(what, fix=fix))
         for number in range(self._steps):
             with self:
@@ -80,10 +81,9 @@ class accumulate:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         assert self._held is not None
         self._held.__exit__(kind, error, traceback)
-        if kind is not None:
-            self._count.done = 0  # the gradients of a step that failed are of no use
-        else:
-            self._count.done = (self._count.done + 1) % self._steps
+        self._count.done = (self._count.done + 1) % self._steps
+        if kind is not None and self._steps > 1:  # also where a loop was left by `break`
+            self._count.done, self._count.was_cut = max(self._count.done, 1), True
         if self._count.done == 0:
             self._expect(1)
 
@@ -99,10 +99,16 @@ class _Count:
 
     def __init__(self) -> None:
         self.done = self.steps = 0
+        self.was_cut = False  # whether an exception or a `break` ended a micro-batch
+
+    def forget_dropped(self, model: nn.Module) -> None:
+        """Begin a new step if the last one was cut and its gradients were dropped since."""
+        if self.was_cut and all(p.grad is None for p in model.parameters()):
+            self.done, self.was_cut = 0, False
 
     def check(self, optimizer: object, *_: object) -> None:
         if self.done:
-            done, self.done = self.done, 0
+            done, self.done, self.was_cut = self.done, 0, False
             what = (
                 f"optimizer.step() came after micro-batch {done} of {self.steps}, whose gradients are not exchanged yet"
             )
