@@ -176,8 +176,6 @@ class TorchReducer(Reducer):
                 "has_rebuilt_buckets": int(not self._selection.learning),
                 "unused_parameter_size": sum(p.numel() * p.element_size() for p in unused),
             }
-            if self.options.find_unused and not self.options.static_graph:
-                facts["can_set_static_graph"] = int(self._is_graph_static)
         if self.error:
             facts |= {"has_error": 1, "error": self.error}
         return facts | self.times.known()

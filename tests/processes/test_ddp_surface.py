@@ -57,33 +57,6 @@ def check_steps(ddp: nn.Module, twin: nn.Module, rank: int, world_size: int, ste
 # ---- state, copies, life --------------------------------------------------------------------------------------------
 
 
-def case_attributes_that_programs_read(rank, world_size):
-    ours, theirs = DistributedDataParallel(normed()), TorchDDP(normed())
-    for name in ("device", "device_ids", "output_device", "device_type", "dim", "is_multi_device_module",
-                 "broadcast_buffers", "forward_sync_buffers", "find_unused_parameters", "static_graph",
-                 "require_backward_grad_sync", "require_forward_param_sync", "gradient_as_bucket_view",
-                 "parameters_to_ignore", "mixed_precision", "training", "process_group",
-                 "skip_all_reduce_unused_params", "batched_grad_copy"):  # fmt: skip
-        assert getattr(ours, name) == getattr(theirs, name), name
-    assert len(ours.modules_buffers) == len(theirs.modules_buffers)
-    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
-
-
-def case_state_dict_as_torchs(rank, world_size):
-    ours, theirs = DistributedDataParallel(normed(rank)), TorchDDP(normed(rank))
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
-    plain = normed(9).state_dict()
-    ours.module.load_state_dict(plain)
-    with pytest.raises(RuntimeError, match=r"module\."):
-        ours.load_state_dict(plain)
-    theirs.load_state_dict({f"module.{name}": value for name, value in plain.items()})
-    ours.load_state_dict(theirs.state_dict())
-    theirs.load_state_dict(ours.state_dict())
-    assert torch.equal(ours.eval()(batch(0)), theirs.eval()(batch(0)))
-
-
 def case_copies_in_the_middle_of_training_stay_synchronized(rank, world_size):
     def by_pickle(model):
         return pickle.loads(pickle.dumps(model))
@@ -102,13 +75,6 @@ def case_copies_in_the_middle_of_training_stay_synchronized(rank, world_size):
             check_steps(other, twin, rank, world_size, range(2, 5))
             check_steps(ddp, twin, rank, world_size, range(5, 7))
             assert_equal_across_ranks(other, lambda p: p.grad)
-
-
-def case_copies_of_a_wrapper_of_a_subgroup_are_refused_as_in_torch(rank, world_size):
-    group = dist.new_group([0, 1])
-    for kind in (DistributedDataParallel, TorchDDP):
-        with pytest.raises(RuntimeError, match="default"):
-            pickle.dumps(kind(mlp(), process_group=group))
 
 
 def case_nothing_keeps_a_wrapper_alive(rank, world_size):
