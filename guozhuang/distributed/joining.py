@@ -70,7 +70,7 @@ class ShadowSteps(JoinHook):
             ddp.around.changed = True  # other ranks made steps, even if this rank made none
             ddp.agree()
             return
-        source = _common_rank(ddp, is_last_joiner)
+        source = ddp._authoritative_rank = _common_rank(ddp, is_last_joiner)
         state = state_of(ddp.module, ddp.ignored, buffers=ddp.forward_sync_buffers)
         broadcast_tensors([tensor for _, tensor in state], ddp.process_group, source)
 

@@ -29,7 +29,7 @@ import tempfile
 import time
 import unittest
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def run(
     like: str = "gloo",
     timeout_s: float = 500.0,
     on_cpu: bool = False,
+    without: Iterable[str] = (),
 ) -> dict[str, str]:
     """Run the tests in a process of their own; return each test's outcome: "passed", "skipped: why", or the error's text.
 
@@ -57,6 +58,7 @@ def run(
         like: the backend whose tests run; tests of all_to_all on the CPU are marked for "mpi" alone.
         timeout_s: the limit of all tests together.
         on_cpu: whether tests that are written for GPUs run too, on the CPU.
+        without: names of tests that do not run.
     """
     with tempfile.TemporaryDirectory(prefix="pytorch-own-") as folder:
         path = Path(folder, "outcomes.json")
@@ -73,7 +75,7 @@ def run(
             path,
             *patterns,
         ]
-        words += ["--on-cpu"] if on_cpu else []
+        words += [*(["--on-cpu"] if on_cpu else []), *(f"--without={name}" for name in without)]
         command = [sys.executable, "-m", "tests.pytorch_own.run", *map(str, words)]
         done = subprocess.run(command, cwd=ROOT, timeout=timeout_s, capture_output=True, text=True)
         assert path.exists(), f"{command} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
@@ -90,6 +92,7 @@ def main() -> None:
     parser.add_argument("--like", default="gloo", help="the backend whose tests run: gloo or mpi (default: gloo)")
     parser.add_argument("--json", type=Path, help="where to write each test's outcome")
     parser.add_argument("--on-cpu", action="store_true", help="run tests that are written for GPUs, on the CPU")
+    parser.add_argument("--without", action="append", default=[], metavar="NAME", help="leave out this test")
     parser.add_argument("--list", action="store_true", help="print the names of the tests instead of running them")
     parser.add_argument("patterns", nargs="*", help="part of a test's name; all tests without one")
     asked = parser.parse_args()
@@ -104,6 +107,7 @@ def main() -> None:
     case = test_case(asked.backend, asked.ddp, asked.like, asked.on_cpu)
     names = unittest.TestLoader().getTestCaseNames(case)
     chosen = [name for name in names if not asked.patterns or any(part in name for part in asked.patterns)]
+    chosen = [name for name in chosen if name not in asked.without]
     if asked.list:
         print(*chosen, sep="\n")
         return
@@ -273,7 +277,8 @@ def _run_without_gpus(common: Any) -> None:
     to = nn.Module.to
     nn.Module.to = lambda self, *args, **options: to(self, *map(placed, args), **options)  # type: ignore[method-assign]
     nn.Module.cuda = lambda self, *args: self  # type: ignore[method-assign]
-    torch.cuda.set_device = torch.cuda.synchronize = nothing
+    torch.cuda.set_device = nothing
+    torch.cuda.synchronize = lambda *args, **options: None
     torch.cuda.device = lambda index: contextlib.nullcontext()  # type: ignore[misc, assignment]
     torch.cuda.current_device = lambda: 0
     torch.cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])
