@@ -27,17 +27,24 @@ _ACCELERATE, _LIGHTNING, _SCRIPTS = (
 
 
 def attach() -> None:
-    """Look out for the trainers that can be served; with GUOZHUANG_REPLACE_DDP also for plain DDP scripts."""
+    """Look out for trainers that can be served, and name the backend "shm"; GUOZHUANG_REPLACE_DDP: serve plain DDP scripts."""
     if not any(isinstance(finder, _Lookout) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Lookout())
-    if os.environ.get(_REPLACE):
-        import torch
+    import torch
 
-        if torch.distributed.is_available():
-            stand_in(torch.nn.parallel.DistributedDataParallel, f"{_SCRIPTS}:wrapper_for")
-            _replace_function(
-                torch.distributed.distributed_c10d, "init_process_group", f"{_SCRIPTS}:init_process_group"
-            )
+    if not torch.distributed.is_available():
+        return
+    backend = torch.distributed.Backend
+    if "shm" not in backend.backend_list and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+        # PyTorch 2.14 and later find the backend by an entry point of its own.
+        backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
+    if os.environ.get(_REPLACE):
+        stand_in(torch.nn.parallel.DistributedDataParallel, f"{_SCRIPTS}:wrapper_for")
+        _replace_function(torch.distributed.distributed_c10d, "init_process_group", f"{_SCRIPTS}:init_process_group")
+
+
+def _create_group(told: Any, options: Any) -> Any:
+    return _named("guozhuang.groups.backend:create")(told, options)
 
 
 def is_wanted() -> bool:

@@ -22,10 +22,10 @@ _TOPIC = "identity"  # prefix of the store keys under which ranks write their pr
 def register() -> None:
     """Make "shm" known to ``torch.distributed.init_process_group`` and ``new_group``. Later calls do nothing."""
     if dist.is_available() and "shm" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend("shm", create, extended_api=True, devices=["cpu"])
 
 
-def _create(told: Any, options: Any) -> Any:
+def create(told: Any, options: Any) -> Any:
     """Make this rank's process group object; ``torch.distributed`` calls this function on every rank of the group."""
     from guozhuang.errors import UsageError, explain
 

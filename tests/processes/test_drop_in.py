@@ -18,7 +18,10 @@ from torch.distributed import init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-if "mesh" in sys.argv:
+if "shm" in sys.argv:
+    assert not any(name.startswith("guozhuang") for name in sys.modules)
+    init_process_group("shm")
+elif "mesh" in sys.argv:
     init_device_mesh("cpu", (2,))
 else:
     init_process_group("gloo")
@@ -43,15 +46,15 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_a_plain_script_trains_by_our_class_over_shm_and_to_the_same_weights(tmp_path: Path) -> None:
     script = write(tmp_path, SCRIPT)
-    done = [
-        guozhuang("run", "-np", 2, *words, folder=tmp_path)
-        for words in (
-            (script, "theirs.pt"),
-            ("--replace-ddp", script, "ours.pt"),
-            ("--replace-ddp", script, "m.pt", "mesh"),
-        )
-    ]
-    assert [each.returncode for each in done] == [0, 0, 0], done
+    cases = (
+        (script, "theirs.pt"),
+        ("--replace-ddp", script, "ours.pt"),
+        ("--replace-ddp", script, "m.pt", "mesh"),
+        (script, "named.pt", "shm"),
+    )
+    done = [guozhuang("run", "-np", 2, *words, folder=tmp_path) for words in cases]
+    assert [each.returncode for each in done] == [0] * 4, done
+    assert torch.load(tmp_path / "named.pt")[1:3] == ["torch", "shm"]  # the backend alone, by its name
     theirs, ours, mesh = (torch.load(tmp_path / name) for name in ("theirs.pt", "ours.pt", "m.pt"))
     assert theirs[1:3] == ["torch", "gloo"] and "guozhuang" not in theirs[3]
     assert ours[1:3] == mesh[1:3] == ["guozhuang", "shm"]
