@@ -134,7 +134,6 @@ def test_case(backend: str, ddp: str, like: str, on_cpu: bool) -> Any:
         common_distributed.skip_if_lt_x_gpu = lambda _, allow_cpu=False: (
             needs_gpu if not allow_cpu else lambda test: test
         )
-        common_distributed.nccl_skip_if_lt_x_gpu = lambda *_, **__: needs_gpu
     from torch.testing._internal.distributed import distributed_test as stock
 
     common_distributed.time = stock.time = _Polling()
