@@ -23,7 +23,7 @@ from guozhuang import strategies, timeline, units, workloads
 from guozhuang.lab.contender import Contender
 from guozhuang.lab.measure import difference
 from guozhuang.lab.plan import FEWEST_ROUNDS, TIMELINE_STEPS, ComparisonPlan, conditions, notes_of, plan_of
-from guozhuang.lab.progress import Forecast, PlannedRun, Reporter, about_span
+from guozhuang.lab.progress import Forecast, PlannedRun, Reporter, about, about_span
 from guozhuang.lab.results import (
     Difference,
     Machine,
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _FEW_RUNS, _FEW_STEPS = 3, 150  # a comparison of fewer is begun without a trial
+_LONG_S, _SHORT_STEPS = 600.0, 20  # a comparison that takes longer is told how long one of few steps takes
 _TRIAL_STEPS = 2  # measured steps of the trial, after as many of warm-up
 _SINGLE = Contender("single", "single")
 
@@ -169,6 +170,8 @@ def _foresee(
             planned.append(plan.run(contender, number))
         elif kept.measured is not None:
             forecast.note(plan.run(contender, number), kept.duration_s, kept.measured.phases.step_s)
+    if not planned:
+        return planned, forecast  # all were finished, and the report was not
     settings, why = plan.settings, ""
     if (len(planned) >= _FEW_RUNS or sum(run.num_steps for run in planned) >= _FEW_STEPS) and not len(unfinished):
         why = _try(plan, forecast, runs)
@@ -178,12 +181,17 @@ def _foresee(
     steps = f"{settings.num_warmup_steps} + {settings.num_steps} steps"
     what = f"{len(planned)} run{'s' * (len(planned) != 1)} of {steps} in up to {settings.num_rounds} round(s)"
     most_s = forecast.seconds(planned)
-    if most_s is not None and planned:
+    if most_s is not None:
         least_s = most_s
         if plan.may_stop_early:
             least_s = forecast.seconds(run for run in planned if run.part != plan.part(settings.num_rounds)) or 0.0
         what += f": about {about_span(least_s, most_s)}"
     progress.print(f"{what}{why}.", highlight=False, soft_wrap=True)
+    if most_s is not None and most_s > _LONG_S and settings.num_steps > _SHORT_STEPS:
+        runs_of_two = [run for run in planned if run.part in (plan.part(1), plan.part(2))]
+        few = [run._replace(num_steps=settings.num_warmup_steps + _SHORT_STEPS) for run in runs_of_two]
+        less = about(forecast.seconds(few) or 0.0)
+        progress.print(f"--steps {_SHORT_STEPS} --rounds 2 would take about {less}.", highlight=False)
     return planned, forecast
 
 

@@ -106,7 +106,7 @@ class Reporter:
 
     def begin(self, run: PlannedRun) -> None:
         """Show that a planned run begins."""
-        self._left.remove(run)
+        self._left = [each for each in self._left if each != run]
         self._run, self._began = run, time.monotonic()
         self._label = f"[{self._done + 1}/{self._done + 1 + len(self._left)}] {run.part}, {run.name}"
         self._num_steps, self._first = run.num_steps, None

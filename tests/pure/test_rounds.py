@@ -280,6 +280,10 @@ def test_how_long_it_takes_is_said_before_and_meanwhile(
     assert "which suit this machine; --all compares all" in said
     assert re.search(r"18 runs of 5 \+ 50 steps in up to 3 round\(s\): about [\d a-z]+; a step of single took", said)
     assert re.search(r"\[1/18\] round 1/3, single: 100 samples/s, about \d+ \w+ left", said)
+    assert "would take" not in said
+    _run(monkeypatch, tmp_path, _well, "--steps", "2000", "--device", "cpu")
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"about \d+ to \d+ min; a step of .* --steps 20 --rounds 2 would take about [1-4]\d s\.", said)
 
 
 def test_a_forecast_learns_from_runs() -> None:
