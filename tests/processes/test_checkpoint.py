@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import guozhuang as gz
 from guozhuang.checkpoint import run as of_run
+from guozhuang.data import Loader
 from guozhuang.errors import MismatchError
 from guozhuang.registry import registry
 from tests.ranks import run_ranks
@@ -305,7 +306,7 @@ def forgets(rank: int, world_size: int, strategy: str, folder: str) -> dict[str,
         ("optimizer", of_trained, "_load_optimizer", nothing),
         ("exchange", of_trained, "_load_exchange", nothing),
         ("generators", of_state, "_set_generators", nothing),
-        ("loader", of_state.TrainingState, "_load_loaders", nothing),
+        ("loader", Loader, "load_state_dict", nothing),
         ("kept", of_state, "_set_kept", lambda *_: []),
     ):
         run = Run(strategy, rank)

@@ -56,7 +56,7 @@ def results(printed: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "num_kills"), [("ddp", 4), ("sharded", 2), ("diloco", 2)])
+@pytest.mark.parametrize(("strategy", "num_kills"), [("ddp", 3), ("sharded", 1), ("diloco", 1)])
 def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path, strategy, num_kills) -> None:
     script = write(tmp_path, SCRIPT)
     options = ("run", "-np", 2, "--strategy", strategy, "--every", "3steps")
