@@ -540,6 +540,54 @@ def in_a_subgroup(rank, world_size):
     return True
 
 
+def compiled_steps(rank, world_size):
+    counts: list[int] = []
+    for kind in (TorchDDP, DistributedDataParallel):
+        bare = Deep()
+        twin, ddp, graphs = twin_of(bare), kind(bare, bucket_cap_mb=1), []
+
+        def keep(graph: Any, _: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph
+
+        forward = torch.compile(ddp, backend=keep)
+
+        @torch.compile(backend="eager")
+        def whole_step(ddp: nn.Module = ddp) -> None:
+            ddp.zero_grad()
+            ddp(torch.full((2, 400), 1.0 + rank)).pow(2).mean().backward()
+
+        for step in range(4):
+            if step < 2:
+                ddp.zero_grad()
+                forward(torch.full((2, 400), 1.0 + rank)).pow(2).mean().backward()
+            else:
+                whole_step()
+            twin.zero_grad()
+            sum(twin(torch.full((2, 400), 1.0 + r)).pow(2).mean() for r in range(world_size)).div(world_size).backward()
+            assert_same_grads(ddp, twin, rtol=1e-4, atol=1e-6)
+        counts.append(len(graphs))
+        torch._dynamo.reset()
+    assert counts[0] == counts[1] > 1, counts
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Linear(400, 400) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+@pytest.mark.slow
+def test_compiled_steps_on_shm_are_cut_at_the_buckets_as_with_torchs_class():
+    run_ranks(compiled_steps, 2, backend="shm")
+
+
 def test_subgroups():
     assert run_ranks(in_a_subgroup, 4) == [True] * 4
 
