@@ -93,6 +93,9 @@ def register_backend(group: Any, rank: int, size: int, name: str) -> None:
     Such a group answers all calls itself, so this backend only has a rank, a size and a name; nothing is recorded through it.
     """
     if hasattr(torch._C._distributed_c10d, "FlightRecorderHook"):
+        # Attaching one to a group written in Python ends a process of Python 3.13; it would record nothing in any case.
+        not_attached: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        not_attached.add(name)
         kind = dist.ProcessGroup.BackendType.CUSTOM
         group._set_default_backend(kind)
         group._register_backend(torch.device("cpu"), kind, _backend_class()(rank, size, name))
