@@ -7,7 +7,9 @@ the script is the same under every strategy. Copies and pickles are of the modul
 of weights, the best one so far) is not trained. The public class ``DistributedDataParallel`` keeps PyTorch's names.
 
 A method of the module that is called through the wrapper may compute a loss without a call of the wrapper. Then what the
-wrapper does around a forward is done around the module's own forward, or for the tensors that the method returns.
+wrapper does around a forward is done around the module's own forward, or for the tensors that the method returns. Parts that
+the script calls itself (``model.head(model.body(x))``) do not pass through the wrapper, so nothing averages their gradients:
+the optimizer's step finds that out.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ import functools
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
 from torch.utils import _pytree
+from typing_extensions import override
 
 from ..data_parallel import DataParallel
 from ..distributed import DistributedDataParallel
@@ -98,6 +104,14 @@ class StandsForModule(nn.Module):
         inside: Any = self.module
         return inside[key]
 
+    def __len__(self) -> int:
+        """Return the number of parts of the module, if it has a length."""
+        inside: Any = self.module
+        return len(inside)
+
+    def __bool__(self) -> bool:
+        return True  # also of a module without a length
+
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})
 
@@ -111,6 +125,26 @@ class StandsForModule(nn.Module):
     def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
         """Return the module and its parts under the module's own names; so do ``named_parameters`` and ``named_buffers``."""
         yield from self.module.named_modules(*args, **options)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Return the parts of the module; so does ``children``."""
+        yield from self.module.named_children()
+
+    @override
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.module.train(mode)  # of which the line above reaches the parts alone
+        return self
+
+    @override
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        self.module.apply(fn)
+        return self
+
+    @override
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        self.module._apply(fn, recurse)
+        return super()._apply(fn, recurse=False)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         """Return the module's state. Under a strategy that exchanges weights every rank must call."""
@@ -127,11 +161,45 @@ class StandsForModule(nn.Module):
         return _itself, (self.module,)
 
 
-class PreparedDDP(StandsForModule, DistributedDataParallel):  # type: ignore[override]
+class AveragesGradients(StandsForModule):
+    """The part of the wrappers below that finds steps of the optimizer whose gradients nothing has averaged."""
+
+    _was_called = False
+
+    def look_at_steps(self, optimizer: Optimizer) -> None:
+        """Let the optimizer's step raise if there are gradients and nothing went through this wrapper since the last step."""
+        this = weakref.ref(self)
+
+        def check(*_: object) -> None:
+            if (wrapper := this()) is not None:
+                wrapper._check_step()
+
+        optimizer.register_step_pre_hook(check)
+
+    def _check_step(self) -> None:
+        was_called = self._was_called
+        self.__dict__["_was_called"] = False
+        if was_called or getattr(self, "keeps_gradients", False) or all(p.grad is None for p in self.parameters()):
+            return
+        what = "optimizer.step() came with gradients of no forward of the prepared model, so they are this rank's own"
+        fix = (
+            "call the model, or one method of it that computes the loss, and not its parts: model(x), not model.head(x)"
+        )
+        raise UsageError(explain(what, value=type(self.module).__name__, fix=fix))
+
+    @_disable_dynamo
+    def _post_forward(self, outputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.__dict__["_was_called"] = True
+        inside: Any = super()
+        return inside._post_forward(outputs)
+
+
+class PreparedDDP(AveragesGradients, DistributedDataParallel):  # type: ignore[override]
     """This project's DistributedDataParallel, standing for its module."""
 
 
-class PreparedTorchDDP(StandsForModule, nn.parallel.DistributedDataParallel):
+class PreparedTorchDDP(AveragesGradients, nn.parallel.DistributedDataParallel):
     """PyTorch's DistributedDataParallel, standing for its module."""
 
 
@@ -168,8 +236,10 @@ def _differ(model: StandsForModule, name: str) -> bool:
 def _call(wrapper: Any, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Call a method of the module, and let the wrapper prepare the backward through what it computes."""
     module: nn.Module = wrapper.module
-    if not (torch.is_grad_enabled() and module.training):
+    if not torch.is_grad_enabled():
         return method(*args, **options)
+    if not module.training:  # one rank alone may call it, to sample, so no buffers are sent before its forwards
+        return _prepared_backward(wrapper, method(*args, **options))
     num_forwards = 0
 
     def before(_: nn.Module, inputs: tuple[Any, ...], given: dict[str, Any]) -> Any:
@@ -191,10 +261,14 @@ def _call(wrapper: Any, method: Callable[..., Any], *args: Any, **options: Any) 
     finally:
         for handle in handles:
             handle.remove()
+    return found if num_forwards else _prepared_backward(wrapper, found)
+
+
+def _prepared_backward(wrapper: Any, found: Any) -> Any:
+    """Let the wrapper prepare the backward through what a method has returned, if there is one."""
     leaves = _pytree.tree_leaves(found)
-    if not num_forwards and any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
-        return wrapper._post_forward(found)
-    return found
+    has_graph = any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves)
+    return wrapper._post_forward(found) if has_graph else found
 
 
 def _add_level(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

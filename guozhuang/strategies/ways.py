@@ -142,6 +142,7 @@ def ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module
     """Wrap the model in this project's DistributedDataParallel."""
     options = {"device_ids": _device_ids(model), "process_group": _group(setup), **setup.ddp_options}
     wrapped = PreparedDDP(model, **options)
+    wrapped.look_at_steps(optimizer)
     return wrapped, optimizer
 
 
@@ -195,6 +196,7 @@ class WithExchange:
             wrapped.use_exchange(exchange)
         else:
             wrapped.use_weight_exchange(exchange, optimizer)
+        wrapped.look_at_steps(optimizer)
         return wrapped, optimizer
 
 
@@ -207,6 +209,7 @@ def torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.
     """Wrap the model in PyTorch's DistributedDataParallel."""
     options = {"device_ids": _device_ids(model), "process_group": _group(setup), **setup.ddp_options}
     wrapped = PreparedTorchDDP(model, **options)
+    wrapped.look_at_steps(optimizer)
     return wrapped, optimizer
 
 

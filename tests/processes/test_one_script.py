@@ -95,6 +95,11 @@ def names(rank: int, strategy: str) -> None:
     assert model.scale is gz.unwrap(model).scale and model.layers[1].bias.shape == (6,)
     assert model.get_parameter("layers.0.weight") is model.layers[0].weight
     assert isinstance(gz.unwrap(model), Named) and gz.unwrap(gz.unwrap(model)) is gz.unwrap(model)
+    assert [n for n, _ in model.named_children()] == ["layers", "head"] and bool(model)
+    seen: list[nn.Module] = []
+    assert model.apply(seen.append) is model and {*seen} == {*model.modules()}
+    assert not any(part.training for part in (model.eval(), *model.modules())) and not gz.unwrap(model).training
+    assert all(part.training for part in (model.train(), *model.modules())) and gz.unwrap(model).training
     assert "sample" in dir(model) and "generate()" in model.sample.__doc__
     with pytest.raises(AttributeError, match=r"Named' object has no attribute 'smaple'"):
         _ = model.smaple
@@ -168,6 +173,7 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "forward": by_forward,
     "method": lambda model, x: model.loss(x),
     "parts": lambda model, x: model.loss_by_parts(x)["loss"],
+    "evaluated-parts": lambda model, x: model.eval().loss_by_parts(x)["loss"],
 }
 
 
@@ -229,6 +235,20 @@ def refuses_a_step_too_early(strategy: str) -> None:
     optimizer.step()
 
 
+def refuses_parts_that_the_script_calls(strategy: str) -> None:
+    model, optimizer = prepared(strategy)
+    for _ in range(2):
+        model(data(0, 0)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.head(model.layers[1](data(0, 0))).mean().backward()
+        with pytest.raises(
+            UsageError, match=r"gradients of no forward of the prepared model.*model\(x\), not model.head"
+        ):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
 def reductions(strategy: str) -> list[int]:
     """How many collectives reduce gradients in two steps of one micro-batch, and in one of several."""
     model, optimizer = prepared(strategy)
@@ -255,6 +275,9 @@ def run_strategies(rank: int, size: int, chosen: list[str], parts: list[str]) ->
                     names(rank, strategy)
                 elif each == "too early":
                     refuses_a_step_too_early(strategy)
+                elif each == "called-parts":
+                    if strategy in ("ddp", "torch-ddp"):
+                        refuses_parts_that_the_script_calls(strategy)
                 elif each == "alone":
                     one_rank_alone(rank, strategy)
                 elif strategy not in DIVIDED or "parts" not in each:  # their parts are whole only inside a forward
@@ -275,7 +298,7 @@ QUICK = ("ddp", "torch-ddp", "horovod", "sharded", "sharded-weights", "parameter
 
 
 def test_one_script_under_several_strategies() -> None:
-    check(2, QUICK, ["names", "method with+scaler", "too early"])
+    check(2, QUICK, ["names", "method with+scaler", "too early", "called-parts", "evaluated-parts loop"])
     check(2, ["sharded-weights"], ["alone"])
 
 
