@@ -6,13 +6,19 @@ outside of the package, because importing a part of the package would import all
 [Note: stand-ins] What is replaced is a class of another library, which scripts may have imported by name already. So its name
 is left alone and ``__new__`` makes an object of our subclass: ``isinstance`` holds, and Python then calls our ``__init__``.
 Our subclass is looked up when the first object is made; by then all parts of the other library are there.
+
+[Note: an import never fails here] This module runs in every program that imports torch, most of which have nothing to do with
+Guozhuang. So a step that fails is said in the log, and the import goes on. Only a replacement of DDP, which the environment
+asked for, raises.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -34,13 +40,26 @@ def attach() -> None:
 
     if not torch.distributed.is_available():
         return
-    backend = torch.distributed.Backend
-    if "shm" not in backend.backend_list and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
-        # PyTorch 2.14 and later find the backend by an entry point of its own.
-        backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
+    _attempt('name the backend "shm"', _register_backend, torch)
     if os.environ.get(_REPLACE):
         stand_in(torch.nn.parallel.DistributedDataParallel, f"{_SCRIPTS}:wrapper_for")
         _replace_function(torch.distributed.distributed_c10d, "init_process_group", f"{_SCRIPTS}:init_process_group")
+
+
+def _attempt(what: str, function: Callable[[Any], None], argument: Any) -> None:
+    """Call a function; say in the log what could not be done if it raises. See [Note: an import never fails here]."""
+    try:
+        function(argument)
+    except Exception as error:
+        logging.getLogger("guozhuang").warning("guozhuang could not %s: %s: %s", what, type(error).__name__, error)
+
+
+def _register_backend(torch: Any) -> None:
+    backend = torch.distributed.Backend
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    finds_it_itself = version is not None and (int(version[1]), int(version[2])) >= (2, 14)  # by another entry point
+    if "shm" not in backend.backend_list and not finds_it_itself:
+        backend.register_backend("shm", _create_group, extended_api=True, devices=["cpu"])
 
 
 def _create_group(told: Any, options: Any) -> Any:
@@ -124,5 +143,6 @@ class _Lookout(MetaPathFinder):
         if fullname.startswith(_LIBRARIES):
             for name, attribute in list(_WAITING):
                 found = getattr(sys.modules.get(name), attribute, None)
-                if found is not None:
-                    _WAITING.pop((name, attribute))(found)
+                # Another thread that imports may have taken the function by now.
+                if found is not None and (serve := _WAITING.pop((name, attribute), None)) is not None:
+                    _attempt(f"serve {name}.{attribute}", serve, found)

@@ -15,9 +15,11 @@ def zeros_for(group: dist.ProcessGroup) -> Callable[[int, torch.dtype, torch.dev
     CPU tensors are placed in the group's own memory if it has such memory (``group.empty``); all others come from PyTorch.
     Not collective: ranks may allocate different sizes at different times.
     """
-    empty = getattr(group, "empty", None)
 
     def allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        empty = getattr(
+            group, "empty", None
+        )  # looked up each time: it is another one after a change of the group's ranks
         if empty is None or device.type != "cpu" or num_elements == 0:
             return torch.zeros(num_elements, dtype=dtype, device=device)
         flat: Tensor = empty(num_elements, dtype)

@@ -6,6 +6,7 @@ numbers, tensors, texts, or dictionaries and lists of them; ``error`` returns wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import warnings
@@ -397,6 +398,45 @@ def row_a_static_graph_that_changes(kind: Kind, rank: int) -> Any:
         f"Parameter indices which did not receive grad for rank {rank}: "
     )
     return *found, error(lambda: fewer(rank_independent(rank), True), text)
+
+
+class BreaksOff(torch.autograd.Function):
+    """Raises in backward where it was told so in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, raises: bool) -> Tensor:
+        ctx.raises = raises
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.raises:
+            raise KeyError("broken off")
+        return gradient, None
+
+
+class Breaking(nn.Module):
+    """Ends with ``BreaksOff``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, raises: bool = False) -> Any:
+        return BreaksOff.apply(self.inner(x), raises)
+
+
+def row_a_backward_that_raises_before_any_gradient(kind: Kind, rank: int) -> Any:
+    found = []
+    for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+        ddp = kind(Breaking(), **options)
+        for step in range(4):
+            ddp.zero_grad()
+            loss = ddp(torch.full((2, 3), rank + 1.0), step == 2).sum()
+            with pytest.raises(KeyError) if step == 2 else contextlib.nullcontext():
+                loss.backward()
+        found.append(ddp.module.inner.weight.grad.clone())
+    return found
 
 
 def compare(row: Callable[[Kind, int], Any], rank: int, world_size: int) -> None:

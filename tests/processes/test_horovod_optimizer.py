@@ -239,8 +239,33 @@ def test_in_every_situation() -> None:
 # ---- the strategy -----------------------------------------------------------------------------------------------------------
 
 
+class BreaksOff(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise KeyError("broken off")
+
+
+def clipped_after_a_backward_that_raised(rank: int) -> None:
+    """Gradients are means when backward returns, also after an earlier backward was broken off in the middle."""
+    model, optimizer = gz.prepare(net := nn.Linear(3, 2), sgd(net.parameters()), "horovod")
+    with pytest.raises(KeyError):
+        model(BreaksOff.apply(torch.ones(1, 3, requires_grad=True))).sum().backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    model(torch.full((1, 3), rank + 1.0)).sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((2, 3), 1.5))
+    optimizer.step()
+
+
 def by_strategy(rank: int, num_ranks: int) -> tuple[bool, bool]:
     gz.init()
+    clipped_after_a_backward_that_raised(rank)
     trained = []
     for strategy in ("horovod", "ddp"):
         net = build(Net, rank)

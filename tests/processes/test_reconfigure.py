@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import PeerLost, WorldError
 from guozhuang.groups import backend
+from guozhuang.groups.allocation import zeros_for
 from guozhuang.groups.reconfigurable import ReconfigurableGroup, ReconfigureError, ReconfigureHandle
 from tests.processes.shm_ranks import held
 from tests.ranks import RankError, run_ranks
@@ -104,6 +105,13 @@ def comes_and_goes(number: int, count: int) -> None:
     me.change(1, old)
     assert dist.get_rank() == number
     me.works()
+
+    allocate = zeros_for(me.group)  # as the buckets of a wrapper, which outlive changes
+    for uuid in (0, 100):
+        kept = allocate(1000, torch.float32, torch.device("cpu"))
+        me.change(uuid, me.handles(f"memory {uuid}"))
+        assert kept.add_(1.0).sum() == 1000
+    del kept
 
     handles = me.handles("last goes")
     with pytest.raises(ReconfigureError, match="not among the handles"):

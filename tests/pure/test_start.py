@@ -71,6 +71,29 @@ def test_nothing_is_replaced_in_a_program_that_has_nothing_to_do_with_guozhuang(
     assert isinstance(library.Theirs(3), Ours)
 
 
+def test_a_step_that_fails_breaks_no_import(
+    library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(found: Any) -> None:
+        raise KeyError("ddp_backend")
+
+    monkeypatch.setattr(start, "_WAITING", {("alibrary.part", "Theirs"): fails})
+    assert start._Lookout().find_spec("alibrary.last") is None and not start._WAITING
+    assert "guozhuang could not serve alibrary.part.Theirs: KeyError: 'ddp_backend'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("version", "registered"), [("2.13.0+cpu", True), ("2.13a0", True), ("own", True), ("2.14.0", False)]
+)
+def test_any_version_of_torch_is_understood(version: str, registered: bool) -> None:
+    named: list[str] = []
+    backend = types.SimpleNamespace(backend_list=[], register_backend=lambda name, *_, **__: named.append(name))
+    start._register_backend(
+        types.SimpleNamespace(distributed=types.SimpleNamespace(Backend=backend), __version__=version)
+    )
+    assert named == ["shm"] * registered
+
+
 def test_torch_finds_it_by_an_entry_point() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch.backends"]
     assert declared == {"guozhuang": "_guozhuang_start:attach"}

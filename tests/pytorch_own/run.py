@@ -96,12 +96,17 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the names of the tests instead of running them")
     parser.add_argument("patterns", nargs="*", help="part of a test's name; all tests without one")
     asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="pytorch-own-") as folder:
+        _run(asked, folder)
+
+
+def _run(asked: argparse.Namespace, folder: str) -> None:
     os.environ |= {
         "BACKEND": asked.like,
         "WORLD_SIZE": str(asked.world_size),
         "OMP_NUM_THREADS": "1",
         "KINETO_LOG_LEVEL": "5",
-        "INIT_METHOD": f"file://{tempfile.mkdtemp(prefix='pytorch-own-')}/store",
+        "INIT_METHOD": f"file://{folder}/store",
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(LIMIT_S),
     }
     case = test_case(asked.backend, asked.ddp, asked.like, asked.on_cpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -41,7 +42,8 @@ class _Synchronizing:
     def __init__(self, optimizer: Any) -> None:
         # Weak, because tensors hold their hooks where Python's garbage collector does not see them.
         self._optimizer = weakref.ref(optimizer)
-        self._is_queued = False
+        # The callback that is to run at the end of the present backward. Autograd drops it where a backward raises.
+        self._queued: weakref.ref[Any] | None = None
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -49,12 +51,13 @@ class _Synchronizing:
         optimizer.register_step_post_hook(_synchronizes_again)
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        if not self._is_queued:
-            self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        if self._queued is None or self._queued() is None:
+            callback = functools.partial(self._backward_ended)
+            self._queued = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _backward_ended(self) -> None:
-        self._is_queued = False
+        self._queued = None
         optimizer = self._optimizer()
         # A gradient of which no pass is left was sent; with accumulation that happens in the last pass of a step.
         if optimizer is not None and any(one.came and one.left == 0 for one in optimizer._exchange.hooked):
