@@ -88,6 +88,11 @@ class Registry:
         self._strategies.append(strategy)
         optimizer.register_step_post_hook(self.stepped)
 
+    def forget(self, model: object) -> None:
+        """Forget a prepared model, because it is trained with another optimizer from now on."""
+        kept = [i for i, references in enumerate(self._trained) if references[1]() is not model]
+        self._trained, self._strategies = [self._trained[i] for i in kept], [self._strategies[i] for i in kept]
+
     def add_loader(self, loader: object) -> None:
         """Remember a loader."""
         self._loaders = [reference for reference in self._loaders if reference() is not None]

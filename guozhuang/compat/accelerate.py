@@ -167,11 +167,13 @@ class _Accelerator(_StandIn):
     def _wrap(
         self, model: nn.Module, optimizers: list[Optimizer], device_placement: bool | None
     ) -> tuple[nn.Module, list[Optimizer]]:
-        if getattr(model, "_is_accelerate_prepared", False):
+        is_prepared = prepared.is_prepared(model, optimizers)
+        # What is set on a model that ``gz.prepare`` returned is set on the script's module too, which may come back alone.
+        if is_prepared and getattr(model, "_is_accelerate_prepared", False):
             return model, optimizers
         theirs: Any = super()
         placed = theirs.prepare_model(model, device_placement, evaluation_mode=True)  # all but the wrapping
-        if prepared.is_prepared(model) or not any(parameter.requires_grad for parameter in placed.parameters()):
+        if is_prepared or not any(parameter.requires_grad for parameter in placed.parameters()):
             return placed, optimizers
         this: Any = self
         assert self._strategy is not None

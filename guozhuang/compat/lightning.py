@@ -90,7 +90,7 @@ class _Strategy:
     def _prepare(self, model: nn.Module, optimizers: list[Any], call: str) -> tuple[nn.Module, list[Any]]:
         """Prepare a model with its optimizers. Every rank must call it."""
         options = {name: value for name, value in self._ddp_kwargs.items() if name != "device_ids"}
-        if prepared.is_prepared(model):
+        if prepared.is_prepared(model, optimizers):
             self._trained.append(model)
             return model, optimizers
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -152,6 +152,12 @@ class _ForTrainer(_Strategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the ranks; return anything else as it is. Every rank must call it."""
         return self._reduced(super().reduce, tensor, group, reduce_op)  # type: ignore[misc]
+
+    def setup(self, trainer: Any) -> None:
+        """Let Lightning set up a training, or a test. Every rank must call it."""
+        is_training = trainer.state.fn == "fit"
+        with nullcontext() if is_training else prepared.as_equal(self.model):
+            super().setup(trainer)  # type: ignore[misc]
 
     def configure_ddp(self) -> None:
         """Do nothing: the model is wrapped in :meth:`setup_optimizers`, which Lightning calls next."""

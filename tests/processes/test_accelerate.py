@@ -152,3 +152,29 @@ def test_the_trainer_under_a_strategy_is_that_of_its_own_ddp_and_resumes(tmp_pat
     resumed = weights("resumed", "straight/checkpoint-4", strategy="diloco")
     for name, tensor in straight.items():
         torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=0)
+
+
+AGAIN = """
+import os, torch
+from accelerate import Accelerator
+
+accelerator, module = Accelerator(cpu=True), torch.nn.Linear(4, 1)
+x = torch.randn(8, 4, generator=torch.Generator().manual_seed(accelerator.process_index))
+for _ in range(2):
+    model, optimizer = accelerator.prepare(module, torch.optim.Adam(module.parameters(), lr=0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+    module = accelerator.unwrap_model(model)
+torch.save(accelerator.get_state_dict(model)["weight"].clone(), f"again{accelerator.process_index}.pt")
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "sharded"])
+def test_a_module_that_is_trained_again_with_a_new_optimizer_is_averaged_again(tmp_path: Path, strategy: str) -> None:
+    script = write(tmp_path, AGAIN)
+    done = guozhuang("run", "-np", 2, script, folder=tmp_path, timeout_s=100, GUOZHUANG_STRATEGY=strategy)
+    assert done.returncode == 0, done
+    first, second = (torch.load(tmp_path / f"again{rank}.pt") for rank in range(2))
+    assert torch.equal(first, second)

@@ -73,14 +73,28 @@ def train(strategy, kind=Classifier, epochs=2, **options):
         trainer.fit(module, loader())  # what was prepared for the first training is gone, and so is its group's hold on it
     return weights, right, checkpoint
 
+def again(strategy):
+    # trains a module twice, each time with a trainer and an optimizer of its own, and evaluates it
+    L.seed_everything(7, verbose=False)
+    module = Classifier()
+    for _ in range(2):
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, max_epochs=1, strategy=strategy(), enable_progress_bar=False, logger=False,
+            enable_model_summary=False, enable_checkpointing=False, gradient_clip_val=0.1,
+        )
+        trainer.fit(module, loader())
+    right = trainer.validate(module, loader(), verbose=False)[0]["right"]
+    return {{k: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for k, v in module.state_dict().items()}}, right
+
 found = {{"by hand, ours": train("guozhuang", ByHand)}}
 assert torch.distributed.get_backend() == "shm"
 for name in sys.argv[1:]:
     weights, right, checkpoint = train(GuozhuangStrategy(name), epochs=1)
     resumed = train(GuozhuangStrategy(name), ckpt_path=checkpoint)
     found[name] = (*train(GuozhuangStrategy(name))[:2], resumed[0])
+    found[name + " again"] = again(lambda: GuozhuangStrategy(name))
 guozhuang.shutdown()
-found |= {{"theirs": train("ddp"), "by hand": train("ddp", ByHand)}}
+found |= {{"theirs": train("ddp"), "by hand": train("ddp", ByHand), "again": again(lambda: "ddp")}}
 torch.save(found, f"found{{torch.distributed.get_rank()}}.pt")
 """
 EXACT, OTHERS = ("ddp", "sharded", "sharded-weights"), ("diloco", "topk")
@@ -107,6 +121,12 @@ def test_lightnings_trainer_is_that_of_its_own_ddp_and_goes_on_from_its_checkpoi
             if strategy in EXACT:
                 torch.testing.assert_close(weights[name], tensor, rtol=0, atol=0 if strategy == "ddp" else 1e-6)
         assert strategy in OTHERS or its_right == right, strategy
+        (twice, right_then), (expected_then, their_right_then) = found[f"{strategy} again"], found["again"]
+        for name, tensor in expected_then.items():
+            assert torch.equal(twice[name], other[f"{strategy} again"][0][name]), f"{strategy} {name}"
+            if strategy in EXACT:
+                torch.testing.assert_close(twice[name], tensor, rtol=0, atol=1e-6, msg=f"{strategy} {name}")
+        assert strategy in OTHERS or right_then == their_right_then, strategy
 
 
 FABRIC = """
