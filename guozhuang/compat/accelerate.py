@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from guozhuang.compat import prepared
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.sharding import clip_grad_norm_
-from guozhuang.strategies import prepare
+from guozhuang.strategies import is_prepared, prepare
 from guozhuang.world import init, shutdown
 
 _OWN_STATE = "guozhuang_rank{}.pt"
@@ -157,23 +157,23 @@ class _Accelerator(_StandIn):
         """Prepare a model without its optimizer; a model that ``gz.prepare`` has returned is taken over as it is."""
         if (
             getattr(model, "_is_accelerate_prepared", False)
-            or not (self._acts or prepared.is_prepared(model))
+            or not (self._acts or is_prepared(model))
             or evaluation_mode
         ):
-            evaluation_mode = evaluation_mode or prepared.is_prepared(model)
+            evaluation_mode = evaluation_mode or is_prepared(model)
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc,no-any-return]
         return self._wrap(model, [], device_placement)[0]
 
     def _wrap(
         self, model: nn.Module, optimizers: list[Optimizer], device_placement: bool | None
     ) -> tuple[nn.Module, list[Optimizer]]:
-        is_prepared = prepared.is_prepared(model, optimizers)
+        is_ready = is_prepared(model, optimizers)
         # What is set on a model that ``gz.prepare`` returned is set on the script's module too, which may come back alone.
-        if is_prepared and getattr(model, "_is_accelerate_prepared", False):
+        if is_ready and getattr(model, "_is_accelerate_prepared", False):
             return model, optimizers
         theirs: Any = super()
         placed = theirs.prepare_model(model, device_placement, evaluation_mode=True)  # all but the wrapping
-        if is_prepared or not any(parameter.requires_grad for parameter in placed.parameters()):
+        if is_ready or not any(parameter.requires_grad for parameter in placed.parameters()):
             return placed, optimizers
         this: Any = self
         assert self._strategy is not None

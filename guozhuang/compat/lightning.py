@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from guozhuang.compat import prepared
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.sharding import clip_grad_norm_
-from guozhuang.strategies import prepare, unwrap
+from guozhuang.strategies import is_prepared, prepare, unwrap
 from guozhuang.world import init
 
 _OWN_STATES = "guozhuang"  # the key of a checkpoint under which the states are that differ between ranks
@@ -90,7 +90,7 @@ class _Strategy:
     def _prepare(self, model: nn.Module, optimizers: list[Any], call: str) -> tuple[nn.Module, list[Any]]:
         """Prepare a model with its optimizers. Every rank must call it."""
         options = {name: value for name, value in self._ddp_kwargs.items() if name != "device_ids"}
-        if prepared.is_prepared(model, optimizers):
+        if is_prepared(model, optimizers):
             self._trained.append(model)
             return model, optimizers
         if not any(parameter.requires_grad for parameter in model.parameters()):

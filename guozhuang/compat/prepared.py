@@ -11,18 +11,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import registry
-from guozhuang.sharding.prepared import EqualBuffers
-from guozhuang.strategies.apply import PreparedAlready
-from guozhuang.strategies.prepared import StandsForModule
+from guozhuang.strategies import MARK, PreparedAlready
 from guozhuang.world import current
 
-_MARK = "_ddp_params_and_buffers_to_ignore"  # where ``gz.prepare`` puts a ``PreparedAlready``
 _said: set[str] = set()
 
 
@@ -45,50 +41,17 @@ def has_world() -> bool:
     return current() is not None
 
 
-def is_prepared(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> bool:
-    """Return whether a model can be trained as it is, with these optimizers, if any. Every rank must call it.
-
-    A strategy that changes a model in place leaves the same object to the next training, which brings another optimizer.
-    Where that must be prepared too, what the strategy left on the model is taken off, and the answer is no.
-
-    Args:
-        model: the script's module, or what ``gz.prepare`` has returned.
-        optimizers: those with which it is to be trained, as the script made them or as ``gz.prepare`` has returned them.
-    """
-    if isinstance(model, DistributedDataParallel):
-        return True
-    own = {id(each) for optimizer in optimizers for each in (optimizer, getattr(optimizer, "optimizer", None))}
-    earlier = [each for each in registry.trained if model is each.model]
-    if isinstance(model, StandsForModule) or not optimizers or any(id(each.optimizer) in own for each in earlier):
-        return bool(earlier)
-    if not isinstance(vars(model).get(_MARK), PreparedAlready):
-        return False
-    registry.forget(model)
-    if isinstance(model, FSDPModule):
-        # The script's optimizer holds the divided parameters, whose gradients are averaged in each backward.
-        for optimizer in optimizers:
-            registry.add_trained(model, model, optimizer, "sharded-weights")
-        return True
-    for each in earlier:
-        each.optimizer.carrier.close()
-    del vars(model)[_MARK]
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, EqualBuffers):
-            del model._forward_pre_hooks[key]
-    return False
-
-
 @contextmanager
 def as_equal(model: nn.Module) -> Iterator[None]:
     """Let code that would copy rank 0's weights to all ranks leave out a model whose weights a strategy keeps equal."""
-    mark = vars(model).get(_MARK)
+    mark = vars(model).get(MARK)
     if isinstance(mark, PreparedAlready):
-        vars(model)[_MARK] = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+        vars(model)[MARK] = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     try:
         yield
     finally:
         if isinstance(mark, PreparedAlready):
-            vars(model)[_MARK] = mark
+            vars(model)[MARK] = mark
 
 
 def refuse_unless_ddp(strategy: str, num_optimizers: int, call: str) -> None:

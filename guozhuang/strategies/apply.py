@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +19,8 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.groups.agreement import agree
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.registry import registry
-from guozhuang.strategies.prepared import warn_of_hidden
+from guozhuang.sharding.prepared import EqualBuffers
+from guozhuang.strategies.prepared import StandsForModule, warn_of_hidden
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
 from guozhuang.strategies.ways import PreparedPair, Setup, wraps_in_ddp
 from guozhuang.timeline import Timeline
@@ -37,6 +38,9 @@ _WRAPPERS = (DistributedDataParallel, DataParallel, nn.parallel.DistributedDataP
 # Arguments of DistributedDataParallel that say how gradients are grouped and awaited, but not what is computed.
 _HOW_ONLY = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "batched_grad_copy"}
 _log = logging.getLogger("guozhuang")
+
+#: The attribute of a prepared model that holds a :class:`PreparedAlready`.
+MARK = "_ddp_params_and_buffers_to_ignore"
 
 
 def prepare(
@@ -103,13 +107,48 @@ def prepare(
 
         begin_session()
     if chosen.trains and not chosen.one_process:
-        prepared[0]._ddp_params_and_buffers_to_ignore = PreparedAlready(chosen.name)  # type: ignore[assignment]
+        setattr(prepared[0], MARK, PreparedAlready(chosen.name))
     path = requested_timeline()
     if path is not None:
         timeline = Timeline(world.rank)
         record_steps(*prepared, timeline)
         atexit.register(timeline.write, f"{path}.rank{world.rank}")
     return prepared
+
+
+def is_prepared(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> bool:
+    """Return whether a model can be trained as it is, with these optimizers, if any. Every rank must call it.
+
+    A strategy that changes a model in place leaves the same object to the next training, which brings another optimizer.
+    Where that must be prepared too, what the strategy left on the model is taken off, and the answer is no.
+
+    Args:
+        model: the script's module, or what ``gz.prepare`` has returned.
+        optimizers: those with which it is to be trained, as the script made them or as ``gz.prepare`` has returned them.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return True
+    own = {id(each) for optimizer in optimizers for each in (optimizer, getattr(optimizer, "optimizer", None))}
+    earlier = [each for each in registry.trained if model is each.model]
+    if isinstance(model, StandsForModule) or not optimizers or any(id(each.optimizer) in own for each in earlier):
+        return bool(earlier)
+    if not isinstance(vars(model).get(MARK), PreparedAlready):
+        return False
+    registry.forget(model)
+    from torch.distributed.fsdp import FSDPModule  # imported only when needed
+
+    if isinstance(model, FSDPModule):
+        # The script's optimizer holds the divided parameters, whose gradients are averaged in each backward.
+        for optimizer in optimizers:
+            registry.add_trained(model, model, optimizer, "sharded-weights")
+        return True
+    for each in earlier:
+        each.optimizer.carrier.close()
+    del vars(model)[MARK]
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, EqualBuffers):
+            del model._forward_pre_hooks[key]
+    return False
 
 
 class PreparedAlready:
