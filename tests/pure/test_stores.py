@@ -346,10 +346,11 @@ def test_a_rank_that_ended_before_it_joined_is_told_by_the_launcher() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     tell_ended(store, 1)  # after it joined, so that its end is its own affair
     assert all(isinstance(found, list) for found in call_all(dist.PrefixStore("x", store), 2, range(2), 20))
-    timer = threading.Timer(0.3, tell_ended, (store, 2))
+    other = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # of a run in which no rank has ended yet
+    timer = threading.Timer(0.3, tell_ended, (other, 2))
     timer.start()
     began = time.monotonic()
-    for error in call_all(dist.PrefixStore("y", store), 3, range(2), 60):
+    for error in call_all(dist.PrefixStore("y", other), 3, range(2), 60):
         assert isinstance(error, WorldError), error
         assert "rank 2 of 3 ended with exit code 0 before the world began" in str(error)
     assert time.monotonic() - began < 10
