@@ -3,6 +3,7 @@
 The package itself can be called: ``guozhuang.launch(function, nproc=2)`` is :func:`guozhuang.launch.functions.launch`.
 """
 
+import importlib
 import sys
 import types
 from typing import Any
@@ -13,6 +14,10 @@ class _Callable(types.ModuleType):
         from guozhuang.launch.functions import launch
 
         return launch(*args, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # cloudpickle sends the modules of a package that a function mentions, and knows plain modules only
+        return importlib.import_module, (self.__name__,)
 
 
 launch = sys.modules[__name__]

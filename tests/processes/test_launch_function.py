@@ -13,7 +13,7 @@ pytestmark = pytest.mark.waits
 
 # A program in the shape of a notebook: what the ranks run is defined in __main__, with a model, state and helpers beside it.
 PROGRAM = """
-import os, sys, time
+import os, sys, threading, time
 import torch
 import guozhuang as gz
 
@@ -45,6 +45,12 @@ def fail():
 
 def leave():
     os._exit(0 if os.environ["RANK"] == "0" else 7)
+
+def nested():
+    return gz.init().rank, gz.launch(lambda: gz.init().size, nproc=1)
+
+def later():
+    time.sleep(5)
 
 def wait():
     print("waiting", flush=True)
@@ -89,6 +95,26 @@ if __name__ == "__main__":
             gz.launch(**{"function": train, "nproc": 2, **more})
         except ValueError as error:
             assert words in str(error), error
+    lock = threading.Lock()
+    for words, function in (("returned cannot be pickled", lambda: (i for i in "ab")), ("rank 0 left before", sys.exit)):
+        try:
+            gz.launch(function)
+        except gz.RankFailed as error:
+            assert words in str(error), error
+        else:
+            raise SystemExit("no error")
+    assert gz.launch(nested, nproc=2) == [(0, [1]), (1, [1])]
+    other = threading.Thread(target=gz.launch, args=(later,))
+    other.start()
+    time.sleep(1)
+    for words, function in (("another thread", later), ("cannot be pickled for the ranks", lambda: lock)):
+        try:
+            gz.launch(function)
+        except ValueError as error:
+            assert words in str(error), error
+        else:
+            raise SystemExit("no error")
+        other.join()
     assert dict(os.environ) == before
     print("done")
 """

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from guozhuang.errors import RankFailed, UsageError, explain
 from guozhuang.launch import agent
 from guozhuang.launch.functions.mailbox import Answer, Mailbox
+from guozhuang.launch.options.plan import num_ranks
 from guozhuang.launch.request import Request, RunReport
 
+_one_at_a_time = threading.Lock()
 _TASK = "guozhuang.launch.functions.task"
 
 
@@ -36,7 +40,7 @@ def launch(
         function: called on every rank.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        nproc: the number of ranks; None: one for each accelerator, or as ``guozhuang run`` chooses for CPUs.
+        nproc: the number of ranks; None: one for each CUDA device, or one on a machine without, as ``guozhuang run`` does.
         strategy: how ``gz.prepare`` spreads the training; None: the strategy that the function names.
         backend: what carries collectives, where the function leaves it to ``gz.init``.
         hang_timeout_s: ends the run, with the stacks of all ranks, when a rank has not moved for so many seconds; None: off.
@@ -45,24 +49,32 @@ def launch(
         What the function returned on each rank, in rank order.
 
     Raises:
-        UsageError: an argument cannot work; nothing was started.
+        UsageError: an argument cannot work, the function cannot be pickled, or another thread is in ``launch``; nothing was
+            started.
         RankFailed: the function raised on a rank, or a rank ended before it returned; the others have been ended. The text has
             the rank and its traceback; the exception is the cause, if it can be pickled.
         KeyboardInterrupt: Ctrl-C; all ranks have ended.
     """
     if not callable(function):
         raise UsageError(explain("launch() takes a function", value=type(function).__name__, fix="write launch(train)"))
-    words = [] if nproc is None else ["-np", str(nproc)]
+    size = num_ranks(nproc, os.environ)
+    words = ["-np", str(size)]
     for option, value in (("--strategy", strategy), ("--backend", backend), ("--hang-timeout", hang_timeout_s)):
         words += [] if value is None else [option, str(value)]
     words += ["--standalone", "--no-python", sys.executable, "-u", "-m", _TASK]
     reports: list[RunReport] = []
-    mailbox = Mailbox(functools.partial(function, *args, **(kwargs or {})))
+    if not _one_at_a_time.acquire(blocking=False):
+        what = "another thread of this program is in launch(), which changes the environment of the process meanwhile"
+        raise UsageError(explain(what, fix="call launch() when the other call has returned"))
     try:
-        code = agent.main(words, Request(variables=mailbox.variables, report=reports.append))
-        answers = _answers(mailbox, nproc)
+        mailbox = Mailbox(functools.partial(function, *args, **(kwargs or {})))
+        try:
+            code = agent.main(words, Request(variables=mailbox.variables, report=reports.append))
+            answers = [mailbox.answer(rank) for rank in range(size)]
+        finally:
+            mailbox.close()
     finally:
-        mailbox.close()
+        _one_at_a_time.release()
     text = "\n".join(report.text for report in reports if report.text)
     if code == 128 + signal.SIGINT and not any(
         report.who for report in reports
@@ -75,16 +87,6 @@ def launch(
         what = f"all ranks ended with 0, but rank {', '.join(missing)} left before the function had returned"
         raise RankFailed(explain(what, fix="return from the function; do not exit"))
     return [answer.result for answer in answers if answer is not None]
-
-
-def _answers(mailbox: Mailbox, nproc: int | None) -> list[Answer | None]:
-    """Return the answers of all ranks; where their number is not known, up to the last that has answered."""
-    if nproc is not None:
-        return [mailbox.answer(rank) for rank in range(nproc)]
-    found: list[Answer | None] = []
-    while (answer := mailbox.answer(len(found))) is not None:
-        found.append(answer)
-    return found
 
 
 def _failure(failed: Sequence[str], answers: Sequence[Answer | None], text: str, code: int) -> RankFailed:

@@ -55,13 +55,24 @@ class Mailbox:
     Args:
         function: takes no arguments; pickled by cloudpickle, with the ``sys.path`` of this process.
         nics: the network interfaces on which to open doors for other hosts; None: no doors; empty: on all interfaces.
+
+    Raises:
+        UsageError: the function cannot be pickled; nothing was opened.
     """
 
     def __init__(self, function: Callable[[], Any], nics: Sequence[str] | None = None) -> None:
+        try:
+            pickled = cloudpickle.dumps(function)
+        except Exception as error:
+            what = (
+                f"the function, its arguments or what it uses of your program cannot be pickled for the ranks: {error}"
+            )
+            fix = "make such things (locks, open files, connections, generators) inside the function"
+            raise UsageError(explain(what, fix=fix)) from error
         self._store = serve(socket.create_server((LOOPBACK, 0)), _LIMIT_S)
         self._doors = Doors(self._store.port, nics)
         self._secret = self._doors.secret
-        _put(self._store, self._secret, _FUNCTION, pickle.dumps((sys.path, cloudpickle.dumps(function))))
+        _put(self._store, self._secret, _FUNCTION, pickle.dumps((sys.path, pickled)))
         *self._outer, self._inner = self._doors.open()
 
     @property
@@ -149,7 +160,7 @@ def run(rank: Callable[[], int]) -> None:
     # Add the ``sys.path`` of the program that called the launcher, so that modules beside its script can be imported.
     sys.path += [entry for entry in path if entry not in sys.path]
     try:
-        answer = _pickled(Answer(cloudpickle.loads(function)()))
+        answer = _pickled_result(cloudpickle.loads(function)())
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
@@ -161,6 +172,14 @@ def run(rank: Callable[[], int]) -> None:
         raise
     with visit(secret, doors) as store:
         _put(store, secret, _answer_of(rank()), answer)
+
+
+def _pickled_result(result: Any) -> bytes:
+    try:
+        return _pickled(Answer(result))
+    except Exception as error:
+        what = f"what the function returned cannot be pickled: {error}"
+        raise UsageError(explain(what, value=type(result).__name__, fix="return tensors and plain values")) from error
 
 
 def _pickled(answer: Answer) -> bytes:

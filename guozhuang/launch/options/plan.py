@@ -253,6 +253,21 @@ def _folder(option: str, name: str, what: str) -> str:
     return folder
 
 
+def num_ranks(asked: object, environ: Mapping[str, str]) -> int:
+    """Return how many ranks a run of this node alone has.
+
+    Args:
+        asked: a count, or "cpu", "gpu" or "auto"; None: that of PET_NPROC_PER_NODE, else the default.
+        environ: the environment.
+
+    Raises:
+        UsageError: it is no such word and no count.
+    """
+    if asked is None:
+        asked = environ.get("PET_NPROC_PER_NODE") or _default_ranks()[0]
+    return _num_local_ranks(str(asked))
+
+
 def _default_ranks() -> tuple[str, str]:
     import torch
 
