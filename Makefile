@@ -38,7 +38,7 @@ test-all: style $(VENV)/.installed-docs
 TORCH ?= 2.15.0
 TORCH_VENV := .venv-torch-$(TORCH)$(if $(filter-out python3,$(notdir $(PYTHON))),-$(notdir $(PYTHON)))
 TORCH_TESTS := tests/pure/test_versions.py tests/threads/test_roll_call.py $(addprefix tests/processes/test_,$(addsuffix .py,\
-	shm_group shm_stock hierarchical reconfigure world equivalence sharding sharding_stages every_strategy compare run examples))
+	shm_group shm_stock hierarchical reconfigure world ddp_as_torchs equivalence sharding sharding_stages every_strategy compare run examples))
 
 test-torch: $(TORCH_VENV)/.installed
 	$(TORCH_VENV)/bin/python -c "import torch; print('PyTorch', torch.__version__)"

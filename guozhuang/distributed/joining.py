@@ -2,7 +2,7 @@
 
 Built on ``torch.distributed.algorithms.join``, whose context calls the hook below; it therefore works together with other
 joinable objects (ZeroRedundancyOptimizer). For every collective that an active rank issues in a step, the hook issues the
-same one, in the same order.
+same one, in the same order. The context tells it only of forwards, so each synchronized one must have exactly one backward.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..weights.equal_start import broadcast_tensors, state_of
 
 if TYPE_CHECKING:
     from .module import DistributedDataParallel
+    from .torch_reducer import TorchReducer
 
 
 class ShadowSteps(JoinHook):
@@ -48,7 +49,10 @@ class ShadowSteps(JoinHook):
                 ddp._sync_buffers()
             else:
                 sync_buffers(ddp, joined=True)
+        syncs_buffers_after = ddp._check_sync_bufs_post_fwd()  # type: ignore[no-untyped-call]
         anyone_synchronizes = tell_synchronization(ddp, False)
+        if syncs_buffers_after:
+            ddp._sync_buffers()
         ddp.require_forward_param_sync = anyone_synchronizes
         if not anyone_synchronizes:
             return
@@ -116,6 +120,33 @@ def refuse_switch(changed: Sequence[str], rank: int) -> None:
                 fix="switch it before join() is entered, on every rank",
             )
         )
+
+
+def expect_one_backward(reducer: TorchReducer) -> None:
+    """Record that ranks without data take part in the next backward; called before a synchronized forward begins.
+
+    Raises:
+        UsageError: they still wait for the backward of an earlier forward, and would take this forward's collectives for its.
+    """
+    if not reducer.buckets or reducer.group.size() == 1:
+        return
+    if reducer.awaited_pass == reducer.step:
+        what = "inside join() a second forward came before a backward of the first one; ranks that have run out of data take"
+        fix = "run a forward whose loss is added to that of another one inside no_sync(), one without backward inside no_grad()"
+        raise UsageError(explain(f"{what} part in one backward for each forward", rank=reducer.group.rank(), fix=fix))
+    reducer.awaited_pass = reducer.step
+
+
+def refuse_second_backward(reducer: TorchReducer) -> None:
+    """Raise if ranks without data do not take part in the backward that runs now.
+
+    Raises:
+        UsageError: no synchronized forward came between the last backward and this one.
+    """
+    if reducer.group.size() > 1 and reducer.awaited_pass != reducer.step:
+        what = "inside join() a backward came without a synchronized forward of its own; ranks that have run out of data take"
+        fix = "add the losses of one forward and call backward once"
+        raise UsageError(explain(f"{what} part in one backward for each forward", rank=reducer.group.rank(), fix=fix))
 
 
 def tell_synchronization(ddp: DistributedDataParallel, synchronizes: bool) -> bool:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..errors import UsageError, WorldError, explain
 from ..gradients.forwards import tensors_with_graph
-from ..gradients.passes import ReducerOptions
+from ..gradients.passes import ReducerOptions, weakly
 from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
 from ..weights.equal_start import broadcast_tensors, describe, sparse_names, start_equal, verify_equal_layout
@@ -34,7 +34,14 @@ from .arguments import (
     sync_choices,
 )
 from .exchanging import Exchanging
-from .joining import ShadowSteps, check_can_join, refuse_switch, sync_buffers, tell_synchronization
+from .joining import (
+    ShadowSteps,
+    check_can_join,
+    expect_one_backward,
+    refuse_switch,
+    sync_buffers,
+    tell_synchronization,
+)
 from .precision import MixedPrecision, Precision
 from .torch_reducer import Logger, TorchReducer
 from .torch_surface import TorchSurface
@@ -216,6 +223,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
                 trigger=next((name for name, p in named if p is self._trigger[0]), None),
             )
             self._reducer = TorchReducer(named, self._sparse, self.process_group, self.exchange, self._caps, options)
+            self._reducer.is_shadowed = weakly(self._is_shadowed)
         return self._reducer
 
     def leave_gradients_local(self) -> None:
@@ -279,6 +287,9 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
             self._setup_in_backward_optimizers()
         if self._join_config.enable and not self._join_config.throw_on_early_termination:
             check_can_join(self)
+        synchronizes = self.require_backward_grad_sync and torch.is_grad_enabled()
+        if synchronizes and self.reducer is not None and self._is_shadowed() and not self.keeps_gradients:
+            expect_one_backward(self.reducer)
         work = Join.notify_join_context(self)
         if self.reducer is not None:
             self.reducer.num_active_ranks = self.process_group.size()
@@ -288,7 +299,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         if self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()
         if self._join_config.enable:
-            tell_synchronization(self, self.require_backward_grad_sync and torch.is_grad_enabled())
+            tell_synchronization(self, synchronizes)
         if self.device_ids:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, torch.device(self.device_type, self.device_ids[0]), False)
             return moved[0], moved_kwargs[0]
@@ -354,8 +365,11 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
             enable: False makes the context do nothing.
             throw_on_early_termination: raise RuntimeError on every rank as soon as one rank has run out of data.
 
+        Each synchronized forward inside it must have one backward, in which ranks without data take part.
+
         Raises:
-            UsageError: the module has a SyncBatchNorm part, and ranks may run out of data.
+            UsageError: the module has a SyncBatchNorm part, and ranks may run out of data. Inside the context a forward that
+                is not followed by its backward raises it in the next one, and a second backward of one forward raises it.
         """
         if enable and not throw_on_early_termination:
             check_can_join(self)
@@ -370,4 +384,6 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         if self.around is not None:
             self.around.take_up()
         self.in_join_context = True
+        if self.reducer is not None:
+            self.reducer.awaited_pass = -1
         return ShadowSteps(self, kwargs.get("divide_by_initial_world_size", True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from ..gradients.buckets import Bucket
 from ..gradients.passes import Pass
 from ..gradients.reducer import Reducer
 from ..world.requests import torch_settings
+from .joining import refuse_second_backward
 
 if TYPE_CHECKING:
     from .module import DistributedDataParallel
@@ -73,9 +74,13 @@ class TorchReducer(Reducer):
         times: what was measured of the passes.
         num_unused: number of parameters of the last pass that this rank did not use.
         optimized: parameters that optimizers step as soon as their gradients are averaged (``_apply_optimizer_in_backward``).
+        is_shadowed: tells whether ranks without data take part in passes, in a ``join()`` context.
+        awaited_pass: there, the number of the pass that they wait for, or of the last one that they waited for; -1: of none.
     """
 
     optimized: Sequence[Tensor] = ()
+    is_shadowed: Callable[[], bool] | None = None
+    awaited_pass = -1
 
     def __init__(self, *args: Any) -> None:
         self.times = _Times()
@@ -121,6 +126,9 @@ class TorchReducer(Reducer):
             bucket.flat.zero_()
         return self.buckets
 
+    def _set_manual_finalization_required(self, required: bool) -> None:
+        """Do nothing: it is never required, for ``require_manual_backward_finalization`` refuses True."""
+
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Measure each ``sample_rate``-th pass after the first ten."""
         self.times.every = sample_rate
@@ -133,6 +141,12 @@ class TorchReducer(Reducer):
     def before_forward(self) -> list[str]:
         self._forward_ns = time.time_ns()
         return super().before_forward()
+
+    @override
+    def _start(self, current: Pass, bucket: Bucket) -> None:
+        if not current.shadow and self.is_shadowed is not None and self.is_shadowed():
+            refuse_second_backward(self)
+        super()._start(current, bucket)
 
     @override
     def _complete(self, current: Pass) -> None:

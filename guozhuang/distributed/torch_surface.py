@@ -74,6 +74,7 @@ class TorchSurface:
             p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
         self._use_python_reducer = False
+        self._require_manual_backward_finalization = self.lazy_bucket_allocation = False  # options since torch 2.15
         self._lazy_init_ran = self._has_rebuilt_buckets = True
         self._comm_hooks: list[Any] = []
         self._accum_grad_hooks: list[Any] = []
@@ -127,6 +128,15 @@ class TorchSurface:
             return self.module(*inputs, **kwargs)
         with self._inside_ddp_forward():
             return self.module(*inputs, **kwargs)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of ``forward_sync_buffers``, as an attribute."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
@@ -269,5 +279,7 @@ for _name in (
     "_match_all_reduce_for_bwd_pass",
     "_match_unused_params_allreduce",
     "_set_sparse_metadata",
+    "_check_manual_backward_finalization_supported",  # called to switch it on; since torch 2.15, as the next one
+    "finalize_backward",
 ):
     setattr(TorchSurface, _name, _refuse(_name))

@@ -27,6 +27,7 @@ from guozhuang.errors import UsageError
 from tests.processes.cases import as_tests, batch, grads, local_loss, mlp, normed
 
 Kind = type[TorchDDP]
+SINCE_2_15 = hasattr(TorchDDP, "finalize_backward")
 
 
 class Branch(nn.Module):
@@ -66,7 +67,8 @@ def row_attributes(kind: Kind, rank: int) -> Any:
              "skip_all_reduce_unused_params", "batched_grad_copy", "bucket_bytes_cap", "bucket_bytes_cap_list",
              "bucket_bytes_cap_default", "broadcast_bucket_size", "_use_python_reducer", "_bucket_config",
              "_delay_all_reduce_all_params", "_ddp_sink_clone", "_distributed_rank")  # fmt: skip
-    found = {name: getattr(ddp, name) for name in names}
+    present = dir(TorchDDP(normed()))  # versions of PyTorch have not all of them
+    found = {name: getattr(ddp, name) for name in names if name in present}
     assert ddp.process_group is dist.group.WORLD and isinstance(ddp, TorchDDP)
     shapes = [tuple(b.shape) for b in ddp.modules_buffers], list(ddp.named_module_buffers), len(ddp._module_parameters)
     return found, *shapes, kind(mlp()).bucket_bytes_cap, [n for n, _ in ddp.named_parameters()]
@@ -82,7 +84,7 @@ def case_no_attribute_is_missing(rank: int, world_size: int) -> None:
 
 def row_logging_data(kind: Kind, rank: int) -> Any:
     found = []
-    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"forward_sync_buffers": False}):
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"broadcast_buffers": False}):
         ddp = kind(normed(), **options)
         for step in range(5):
             local_loss(ddp, rank, step).backward()
@@ -130,7 +132,8 @@ def row_names_of_parameters(kind: Kind, rank: int) -> Any:
 
 # Methods of PyTorch's class that ours inherits, and that work because they call only what ours has too.
 INHERITED = {
-    *("broadcast_buffers", "scatter", "to_kwargs", "gather", "no_sync", "join_device", "join_process_group"),
+    *("scatter", "to_kwargs", "gather", "no_sync", "join_device", "join_process_group"),
+    *("require_manual_backward_finalization", "should_finalize_after_backward"),  # since torch 2.15
     *("_log_and_throw", "_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_get_parameters"),
     *("_check_default_group", "_get_active_ddp_module", "_clear_grad_buffer", "_lazy_init", "_find_common_rank"),
     *("_register_buffer_comm_hook", "_register_fused_optim", "_distributed_broadcast_coalesced", "_check_comm_hook"),
@@ -154,7 +157,12 @@ def case_inherited_methods_work_or_raise(rank: int, world_size: int) -> None:
             with pytest.raises(UsageError, match=name):
                 getattr(ddp, name)()
         assert is_inherited or method is not ours, name
-    assert "_ddp_init_helper" in refused and len(refused) == 13, refused
+    assert "_ddp_init_helper" in refused and len(refused) == 13 + 2 * SINCE_2_15, refused
+    if SINCE_2_15:
+        assert not ddp.should_finalize_after_backward
+        ddp.require_manual_backward_finalization = False
+        with pytest.raises(UsageError, match=r"manual_backward_finalization.*Fix:"):
+            ddp.require_manual_backward_finalization = True
     ddp._lazy_init()
     ddp._clear_grad_buffer()
     assert ddp._find_common_rank(rank, True) == world_size - 1
@@ -189,7 +197,12 @@ def row_buffer_hooks(kind: Kind, rank: int) -> Any:
                 local_loss(ddp, rank, step).backward()
             found.append((names, [b.clone() for b in ddp.module.buffers()]))
     ddp = kind(normed(rank))
-    ddp._register_buffer_comm_hook(ddp, lambda own, buffers: own._default_broadcast_coalesced(list(buffers.values())))
+    # Before the forward, for in torch 2.11 backward notices a broadcast after it.
+    ddp._register_buffer_comm_hook(
+        ddp,
+        lambda own, buffers: own._default_broadcast_coalesced(list(buffers.values())),
+        _BufferCommHookLocation.PRE_FORWARD,
+    )
     local_loss(ddp, rank).backward()
     return found, [b.clone() for b in ddp.module.buffers()]
 

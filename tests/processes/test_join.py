@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from guozhuang import DistributedDataParallel, SyncBatchNorm
+from guozhuang.errors import UsageError
 from tests.processes.cases import (
     as_tests,
     assert_equal_across_ranks,
@@ -252,6 +254,62 @@ def case_sync_batch_norm_is_refused(rank, world_size):
             ddp(batch(rank))
         train(ddp, rank, [2, 2], throw_on_early_termination=True)
         train(ddp, rank, [2, 2], enable=False)
+
+
+def case_buffer_hooks_inside(rank, world_size):
+    """A rank without data calls the hook as often as the others, wherever it is called. (PyTorch's does not.)"""
+    for place in _BufferCommHookLocation:
+        models = [DistributedDataParallel(normed()) for _ in range(2)]
+        calls: list[int] = []
+
+        def hook(state: list[int], buffers: dict[str, Tensor]) -> list[torch.futures.Future[Tensor]]:
+            state.append(len(buffers))
+            return [dist.all_reduce(b.data, dist.ReduceOp.MAX, async_op=True).get_future() for b in buffers.values()]
+
+        models[0]._register_buffer_comm_hook(calls, hook, place)
+        for model in models:
+            train(model, rank, [1, 4])
+        assert len(calls) == 4
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(p, q)
+        assert_equal_across_ranks(models[0])
+
+
+def case_each_forward_has_one_backward(rank, world_size):
+    """Ranks without data take part in one; with more or fewer the ranks would go apart when one has run out."""
+    ddp = DistributedDataParallel(mlp())
+    with pytest.raises(UsageError, match=r"second forward.*Fix:.*no_sync"), ddp.join():
+        (local_loss(ddp, rank) + local_loss(ddp, rank, 1)).backward()
+    for options in ({}, {"bucket_cap_mb": SMALL_CAP_MB}, {"find_unused_parameters": True}):
+        ddp = DistributedDataParallel(mlp(), **options)
+        with pytest.raises(UsageError, match=r"without a synchronized forward.*Fix:.*add the losses"), ddp.join():
+            loss = local_loss(ddp, rank)
+            loss.backward(retain_graph=True)
+            assert torch.autograd.grad(loss, list(ddp.parameters()), retain_graph=True)  # no backward
+            loss.backward()
+    ddp, together = DistributedDataParallel(mlp()), DistributedDataParallel(mlp())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, together)]
+    with ddp.join():
+        for step in range([1, 3][rank]):
+            with ddp.no_sync():
+                first = local_loss(ddp, rank, step)
+            optimizers[0].zero_grad()
+            (first + local_loss(ddp, rank, step + 10)).backward()
+            optimizers[0].step()
+
+    def both(model: nn.Module, rank: int, step: int) -> Tensor:
+        x = torch.cat([batch(rank, step), batch(rank, step + 10)])
+        return model(x).pow(2).mean() * 2
+
+    train(together, rank, [1, 3], optimizers[1], both)
+    assert_same_state(ddp, together)
+    for options in ({"enable": False}, {"throw_on_early_termination": True}):
+        ddp = DistributedDataParallel(mlp())
+        with ddp.join(**options):  # nobody takes part without data
+            (local_loss(ddp, rank) + local_loss(ddp, rank, 1)).backward()
+            loss = local_loss(ddp, rank)
+            loss.backward(retain_graph=True)
+            loss.backward()
 
 
 def case_switching_requires_grad_between_contexts(rank, world_size):

@@ -82,8 +82,6 @@ NOT_BY_STOCK = {
         for view in ("grad_as_bucket_view", "no_grad_as_bucket_view")
         for zero in ("no_set_grad_none", "set_grad_to_none")
     ),
-    "torch.compile meets the functions by which the tests run without GPUs": ("test_ddp_compile_static_graph",),
-    "it hangs": ("test_ddp_uneven_inputs",),
 }
 # Tests that look at what only PyTorch's reducer does.
 NOT_OURS = {

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import os
 import subprocess
@@ -141,6 +142,8 @@ def test_case(backend: str, ddp: str, like: str, on_cpu: bool) -> Any:
         )
     from torch.testing._internal.distributed import distributed_test as stock
 
+    if on_cpu:
+        stock.DDPUnevenTestInput = functools.partial(_smaller, stock.DDPUnevenTestInput)
     common_distributed.time = stock.time = _Polling()
     common_distributed.logger.setLevel("WARNING")
     if backend == "hierarchical":
@@ -220,6 +223,11 @@ def _register_two_nodes() -> None:
     dist.Backend.register_backend("hierarchical", create, extended_api=True, devices=["cpu"])
 
 
+def _smaller(make: Any, name: str, inp: Any, **options: Any) -> Any:
+    """Return a case of ``test_ddp_uneven_inputs``: its convolutions get 30 pixels for 1000, by which a step takes a minute."""
+    return make(name=name, inp=inp[..., :30, :30] if name == "large_conv_model" else inp, **options)
+
+
 class _Polling:
     """The module ``time`` for PyTorch's files, which poll every 0.1 s: here every 5 ms."""
 
@@ -286,6 +294,8 @@ def _run_without_gpus(common: Any) -> None:
     torch.cuda.device = lambda index: contextlib.nullcontext()  # type: ignore[misc, assignment]
     torch.cuda.current_device = lambda: 0
     torch.cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])
+    # Compiling kernels for the CPU takes a minute, and the tests look at graphs and gradients alone.
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
     OnCpu().__enter__()
 
 
