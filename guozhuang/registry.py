@@ -6,7 +6,9 @@
 schedulers, updates its averages and sets gradients to None. All of that has happened when the script asks its loader for the
 next batch, and nothing of the next step has: no random number was drawn and no batch was counted. So the loader calls
 :meth:`Registry.pause` at that moment, as ``gz.epochs`` does between epochs. The micro-steps of gradient accumulation are no
-steps: ``pause`` acts only if an optimizer has stepped since it was last called.
+steps: ``pause`` acts only if an optimizer has stepped since it was last called. While a pass over one loader goes on, others do
+not pause: an evaluation inside the training loop, and a second loader of which a batch is taken between the steps of two
+optimizers, come in the middle of a step.
 """
 
 from __future__ import annotations
@@ -57,12 +59,15 @@ class Registry:
         on_pause: called between two steps, if an optimizer has stepped; None: nothing acts there.
         on_loader: called with each new loader; None: nothing acts there.
         has_stepped: whether an optimizer has stepped since the last pause.
+        num_steps: how often optimizers have stepped.
     """
 
     def __init__(self) -> None:
         self.on_pause: Callable[[], None] | None = None
         self.on_loader: Callable[[Any], None] | None = None
         self.has_stepped = False
+        self.num_steps = 0
+        self._leader: weakref.ref[Any] | None = None  # the loader that pauses
         self._trained: list[tuple[weakref.ref[Any], ...]] = []
         self._strategies: list[str] = []
         self._loaders: list[weakref.ref[Any]] = []
@@ -104,7 +109,15 @@ class Registry:
         """Forget everything, because the world was left in which it was made."""
         self.on_pause = self.on_loader = None
         self.has_stepped = False
+        self._leader = None
         self._trained, self._strategies, self._loaders = [], [], []
+
+    def leads(self, loader: Any) -> bool:
+        """Tell whether a loader is the one that pauses; it becomes so if no other one has a pass that goes on."""
+        leader = None if self._leader is None else self._leader()
+        if leader is None or not leader.is_open:
+            self._leader, leader = weakref.ref(loader), loader
+        return leader is loader
 
     def pause(self) -> None:
         """Let ``on_pause`` act if an optimizer has stepped since the last pause. See [Note: between two steps]."""
@@ -115,6 +128,7 @@ class Registry:
     def stepped(self, optimizer: object, args: object, kwargs: object) -> None:
         """Record that an optimizer has stepped; registered as its hook."""
         self.has_stepped = True
+        self.num_steps += 1
 
 
 #: The registry of this process.

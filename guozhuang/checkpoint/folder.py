@@ -4,18 +4,23 @@
 manifest with their hashes, then the folder; all is read back and compared; then the folder is renamed to ``step-N``, and the
 folder around it is flushed. A rename is atomic, so whatever ends the process, or the machine, a folder named ``step-N`` holds
 all of its files. The newest checkpoint is what a listing finds: there is no file that says so and could be wrong. An older
-one is deleted only after a newer one has been read back, and gets the ending ``.partial`` before its files go.
+one is deleted only after a newer one has been read back, and gets the ending ``.partial`` before its files go. One that a new
+one of the same step replaces is moved aside between two renames; if the process ends there, :meth:`CheckpointFolder.recover`
+moves it back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
 import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +32,8 @@ from guozhuang.errors import CheckpointError, UsageError, explain
 
 FORMAT = "guozhuang checkpoint 1"
 MANIFEST = "manifest.json"
+LOCK = ".lock"
+_LATE_S, _LATE_LOOKS = 3.0, 30  # how long a network file system may take to show a new file, and how often to look
 _MAX_MANIFEST_BYTES = 1 << 30
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _FILE = re.compile(r"(shared|rank-[0-9]{1,9})\.(json|safetensors)")
@@ -96,24 +103,44 @@ class CheckpointFolder:
         sync_folder(partial)
         verify(partial, step, afresh=True)
         if os.path.lexists(target):  # it was refused when the run was resumed, or the same step is saved again
-            self._discard(target)
-        os.rename(partial, target)
+            os.rename(target, self._replaced(step))
+        try:
+            os.rename(partial, target)
+        finally:
+            self.recover()
         sync_folder(self.path)
+        shutil.rmtree(self._replaced(step), ignore_errors=True)
 
     def give_up(self, step: int) -> None:
         """Remove what was written of a checkpoint that did not become whole."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
-    def prune(self, keep: int) -> None:
-        """Delete all but the newest ``keep`` checkpoints. Called after a newer one was read back."""
-        for step in self.steps()[keep:]:
-            self._discard(self.of(step))
+    def _replaced(self, step: int) -> Path:
+        return self.path / f"step-{step}.replaced.partial"
+
+    def prune(self, keep: int, step: int) -> None:
+        """Delete all but the newest ``keep`` checkpoints up to ``step``, which was read back.
+
+        Those of later steps stay: the run has begun before them because they are not whole, or because it was asked to.
+        """
+        for older in [each for each in self.steps() if each <= step][keep:]:
+            self._discard(self.of(older))
+
+    def recover(self) -> None:
+        """Give checkpoints their names back that a run had moved aside for new ones, and that ended before these had theirs."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.path):
+                if (match := re.fullmatch(rf"{_STEP.pattern}\.replaced\.partial", name)) and not os.path.lexists(
+                    self.of(int(match[1]))
+                ):
+                    os.rename(self.path / name, self.of(int(match[1])))
 
     def clean(self) -> None:
         """Remove the partial folders that an earlier run left."""
+        self.recover()
         with contextlib.suppress(OSError):
             for name in os.listdir(self.path):
-                if re.fullmatch(rf"{_STEP.pattern}(\.old)?\.partial", name):
+                if re.fullmatch(rf"{_STEP.pattern}(\.old|\.replaced)?\.partial", name):
                     shutil.rmtree(self.path / name, ignore_errors=True)
 
     def _discard(self, checkpoint: Path) -> None:
@@ -123,6 +150,56 @@ class CheckpointFolder:
             os.rename(checkpoint, leaving)
             sync_folder(self.path)
             shutil.rmtree(leaving, ignore_errors=True)
+
+
+def hold(path: Path) -> tuple[int | None, str]:
+    """Keep other runs on this machine from writing into a folder as long as this process lives.
+
+    Returns:
+        A descriptor that holds the lock (None on a file system without locks), and the sign that :func:`sees` looks for.
+
+    Raises:
+        UsageError: another run writes into it, or it cannot be made.
+    """
+    fix = "give --checkpoint another folder"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        what = f"the folder for checkpoints cannot be written to: {error.strerror}"
+        raise UsageError(explain(what, value=str(path), fix=fix)) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        what = "another run saves checkpoints into this folder"
+        raise UsageError(explain(what, value=str(path), fix=f"{fix}, or end the other run")) from error
+    except OSError:  # a file system without locks
+        has_lock = False
+    else:
+        has_lock = True
+    sign = secrets.token_hex(8)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, sign.encode(), 0)
+        os.fsync(descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        what = f"the folder for checkpoints cannot be written to: {error.strerror}"
+        raise UsageError(explain(what, value=str(path), fix=fix)) from error
+    if not has_lock:
+        os.close(descriptor)
+    return (descriptor if has_lock else None), sign
+
+
+def sees(path: Path, sign: str) -> bool:
+    """Tell whether a folder is the one that :func:`hold` gave this sign, for a node that may see new files late."""
+    for _ in range(_LATE_LOOKS):
+        with contextlib.suppress(OSError):
+            if (path / LOCK).read_text() == sign:
+                return True
+        time.sleep(_LATE_S / _LATE_LOOKS)
+    return False
 
 
 def is_checkpoint(path: Path) -> bool:

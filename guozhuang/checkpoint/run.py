@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import logging
 import os
+import socket
 import sys
 import weakref
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.checkpoint.files import broken
-from guozhuang.checkpoint.folder import CheckpointFolder, is_checkpoint, manifest_of, parts_of, read_part
+from guozhuang.checkpoint.folder import CheckpointFolder, hold, is_checkpoint, manifest_of, parts_of, read_part, sees
 from guozhuang.checkpoint.saver import Board, Saver
 from guozhuang.checkpoint.schedule import SaveTimes
 from guozhuang.checkpoint.state import Flat, TrainingState, Values, place
@@ -44,7 +44,7 @@ class _Saving:
         folder: where the schedule saves.
         has_skipped: whether a save was left out because of a slow disk; that is said once.
         has_begun: whether the requested checkpoint was looked for.
-        is_restored: whether a checkpoint was restored, or looked for in vain.
+        restored_from: the path that was given to the last :func:`restore`.
         num_loops: how many loops of :func:`epochs` have begun.
         lock: a descriptor that holds the folder's lock.
         watched: models whose forwards begin a step where no ``gz.loader`` does.
@@ -56,7 +56,7 @@ class _Saving:
     folder: Path | None = None
     has_begun: bool = False
     has_skipped: bool = False
-    is_restored: bool = False
+    restored_from: Path | None = None
     num_loops: int = 0
     lock: int | None = None
     watched: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -112,9 +112,11 @@ def epochs(num_epochs: int, **values: Any) -> Iterator[int]:
     state.epochs += [0] * (loop + 1 - len(state.epochs))
     last_saved = state.step
     for epoch in range(state.epochs[loop], num_epochs):
-        state.epochs[loop] = epoch
+        state.epochs[loop], state.is_in_epoch = epoch, True
         yield epoch
-        state.epochs[loop] = epoch + 1
+        state.epochs[loop], state.is_in_epoch = epoch + 1, False
+        if any(loader.sampler.ends == "uneven" for loader in registry.loaders):
+            registry.has_stepped = any(_of_all(registry.has_stepped))  # a rank without a batch takes part in the pause
         registry.pause()
     if _saving.folder is not None and state.step > last_saved:
         with contextlib.suppress(CheckpointError):  # the log has said why; the training itself is complete
@@ -181,7 +183,7 @@ def restore(folder: str | os.PathLike[str]) -> int | None:
         found, steps = CheckpointFolder(path.parent), [int(path.name[5:])]
     else:
         steps = _steps_of_first(found)
-    _saving.is_restored = True
+    _saving.restored_from = path
     reasons = []
     for step in steps:
         checkpoint = found.of(step)
@@ -206,6 +208,7 @@ def _steps_of_first(folder: CheckpointFolder) -> list[int]:
     found: list[int] | str = []
     if place()[0] == 0:
         try:
+            folder.recover()
             found = folder.steps()
         except UsageError as error:
             found = str(error)
@@ -269,17 +272,29 @@ def begin() -> None:
     if asked is None:
         return
     _saving.folder = Path(asked.folder)
-    failure = ""
-    if place()[0] == 0:
+    failure = sign = ""
+    rank, _ = place()
+    if rank == 0:
         try:
-            _lock_folder(_saving.folder)
+            _saving.lock, sign = hold(_saving.folder)
         except UsageError as error:
             failure = str(error)
-    if failure := _of_all(failure)[0]:
+    failure, sign = _of_all((failure, sign))[0]
+    if failure:
         raise UsageError(failure)
+    hosts = _of_all("" if sees(_saving.folder, sign) else f"rank {rank} on {socket.gethostname()}")
+    if blind := [who for who in hosts if who]:
+        what = f"the folder for checkpoints is not one and the same for all ranks: {blind[0]} does not see rank 0's"
+        raise UsageError(
+            explain(what, value=str(_saving.folder), fix="give --checkpoint a folder that all nodes share")
+        )
     for note in _saving.state.forgotten() if place()[0] == 0 else ():
         _log.warning("%s", note)
-    if not _saving.is_restored:
+    # What the script restored itself from elsewhere is where the training began; where it stopped comes before that.
+    began = _saving.restored_from
+    if began is None or (
+        _saving.folder not in (began, began.parent) and _steps_of_first(CheckpointFolder(_saving.folder))
+    ):
         restore(_saving.folder)
     _saving.schedule = SaveTimes(asked.every_steps, asked.every_s, _saver(_saving.folder).board, _limit_s())
 
@@ -365,30 +380,6 @@ def _of_all(value: Any) -> list[Any]:
     if size > 1:
         dist.all_gather_object(found, value)
     return found
-
-
-def _lock_folder(path: Path) -> None:
-    """Keep other runs on this machine from writing into the same folder as long as this process lives. On rank 0.
-
-    Raises:
-        UsageError: another run writes into it, or it cannot be made.
-    """
-    fix = "give --checkpoint another folder, or end the other run"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        what = f"the folder for checkpoints cannot be written to: {error.strerror}"
-        raise UsageError(explain(what, value=str(path), fix="give --checkpoint another folder")) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise UsageError(explain("another run saves checkpoints into this folder", value=str(path), fix=fix)) from error
-    except OSError:  # a file system without locks
-        os.close(descriptor)
-        return
-    _saving.lock = descriptor
 
 
 def _leave() -> None:

@@ -14,6 +14,7 @@ import datetime
 import hashlib
 import json
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,11 +29,11 @@ from guozhuang.checkpoint.folder import CheckpointFolder
 from guozhuang.checkpoint.state import Flat
 from guozhuang.errors import CheckpointError, MismatchError, explain
 from guozhuang.groups.serial import SerialThread, SerialWork
+from guozhuang.net.client import look_s
 from guozhuang.units import size as shown_size
 
 # The longest wait of one rank for the files of another one: a disk of 1 MB/s takes so long for 1.8 GB.
 LIMIT_S = 1800.0
-_POLL_S = 0.01
 _MAX_NAMED = 5
 _log = logging.getLogger("guozhuang")
 
@@ -64,12 +65,13 @@ class Board:
         Raises:
             CheckpointError: nobody posted it within ``limit_s`` seconds; the text names ``who`` was waited for.
         """
-        deadline = time.monotonic() + limit_s
+        began = time.monotonic()
         while not self._is_posted(name):
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - began
+            if waited_s > limit_s:
                 what = f"{who} did not answer within {limit_s:g} s while a checkpoint was saved"
                 raise CheckpointError(explain(what, value=name, rank=self.rank, fix="look at that rank's disk and log"))
-            time.sleep(_POLL_S)
+            time.sleep(look_s(waited_s, self.size))
         return json.loads(self._own[name] if self._store is None else self._store.get(name))
 
     def forget(self, *names: str) -> None:
@@ -243,7 +245,8 @@ class Saver:
         names = [f"{step}/hashes", f"{step}/outcome", *(f"{step}/written/{rank}" for rank in range(1, board.size))]
         self._names.append(names)
         if board.size > 1:
-            board.post(names[0], {"failure": failure, "digests": digests, "plain": _plain(snapshot)})
+            kinds = {key: _kind(tensor) for key, tensor in snapshot.own.tensors.items()}
+            board.post(names[0], {"failure": failure, "digests": digests, "kinds": kinds, "plain": _plain(snapshot)})
         if not failure:
             try:
                 for name, part in (("shared", snapshot.shared), ("rank-0", snapshot.own)):
@@ -265,7 +268,7 @@ class Saver:
         else:
             self.folder.finish(step, files, snapshot.about)
             if self._keep is not None:
-                self.folder.prune(self._keep)
+                self.folder.prune(self._keep, step)
 
     def _save_mine(self, save: _Save, snapshot: Snapshot) -> None:
         """Another rank: compare the replicas with rank 0's, and write what is this rank's own."""
@@ -279,21 +282,29 @@ class Saver:
                 if snapshot.shared.tensors and theirs["plain"] != _plain(snapshot):
                     told["differ"].append("plain values of the optimizer, as learning rates")
                 if not told["differ"]:
-                    told["files"] = self._write_own(snapshot, known)
+                    told["files"] = self._write_own(snapshot, known, theirs["kinds"])
             except Exception as error:
                 told["failure"] = _why(error)
         board.post(f"{step}/written/{board.rank}", told)
         outcome = board.read(f"{step}/outcome", 2 * LIMIT_S, "rank 0")
         save.failure, save.differ = outcome["failure"], outcome["differ"]
 
-    def _write_own(self, snapshot: Snapshot, known: Mapping[str, str]) -> dict[str, Facts]:
+    def _write_own(self, snapshot: Snapshot, known: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, Facts]:
         rank = self.board.rank
+        partial = self.folder.partial(snapshot.step)
+        if not partial.is_dir():
+            what = f"{socket.gethostname()} does not see the folder that rank 0 made"
+            raise CheckpointError(explain(what, value=str(partial), fix="give a folder that all nodes share"))
         as_rank_0 = {key: f"rank-0{key.removeprefix(f'rank-{rank}')}" for key in snapshot.own.tensors}
         digests = {key: digest(tensor) for key, tensor in snapshot.own.tensors.items()}
-        alike = {key for key, theirs in as_rank_0.items() if known.get(theirs) == digests[key]}
-        kept = {key: tensor for key, tensor in snapshot.own.tensors.items() if key not in alike}
+        own = snapshot.own.tensors
+        alike = {
+            key
+            for key, theirs in as_rank_0.items()
+            if known.get(theirs) == digests[key] and kinds.get(theirs) == _kind(own[key])
+        }
+        kept = {key: tensor for key, tensor in own.items() if key not in alike}
         tree = {"tree": snapshot.own.tree, "as_rank_0": {key: as_rank_0[key] for key in sorted(alike)}}
-        partial = self.folder.partial(snapshot.step)
         return self._write_part(partial, f"rank-{rank}", Flat(tree, kept), digests, is_wrapped=True)
 
     def _write_part(
@@ -309,6 +320,10 @@ class Saver:
         """Remove what was posted two saves ago: every rank has read it, because it takes part in this save."""
         while len(self._names) > 1:
             self.board.forget(*self._names.pop(0))
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _plain(snapshot: Snapshot) -> str:

@@ -95,6 +95,7 @@ class TrainingState(Stateful):
         step: the number of steps that were made; see [Note: between two steps] in registry.py.
         values: what ``gz.keep`` was given.
         epochs: for each loop of ``gz.epochs``, in the order of their beginnings, how many epochs are complete.
+        is_in_epoch: whether the script is inside an epoch, which comes again after a resume; None: it counts epochs itself.
     """
 
     def __init__(self, of: Registry = registry) -> None:
@@ -102,6 +103,7 @@ class TrainingState(Stateful):
         self.step = 0
         self.values = Values()
         self.epochs: list[int] = []
+        self.is_in_epoch: bool | None = None
         self._later: list[Any] = []  # states of loaders that the script has not made yet
 
     # ---- taking it ---------------------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ class TrainingState(Stateful):
             shared = {
                 "step": self.step,
                 "epochs": self.epochs,
-                "loaders": [loader.state_dict() for loader in self.registry.loaders],
+                "loaders": [self._position(loader) for loader in self.registry.loaders],
                 "trained": [each[0] for each in found],
             }
             own = {
@@ -135,6 +137,12 @@ class TrainingState(Stateful):
                 "generators": _generators(),
             }
         return Flat.of(shared, "shared"), Flat.of(own, f"rank-{rank}"), all(each[2] for each in found)
+
+    def _position(self, loader: Any) -> dict[str, Any]:
+        found: dict[str, Any] = (
+            loader.state_dict() if self.is_in_epoch is None else loader.state_to_go_on(self.is_in_epoch)
+        )
+        return found
 
     def settle(self) -> None:
         """Do what taking the state does to the training: make weights equal that are exchanged now and then. Collective.

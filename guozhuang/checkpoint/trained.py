@@ -71,12 +71,14 @@ def check(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any]) -
     """
     saved = {**shared.get("parameters", {}), **own.get("parameters", {})}
     _compare("parameters", dict(trained.module.named_parameters()), saved)
-    _compare("buffers", dict(trained.module.named_buffers()), own["buffers"])
+    free = {*shared["left_out"], *_left_out(trained.module)}
+    mine, theirs = dict(trained.module.named_buffers()), own["buffers"]
+    _compare("buffers", *({name: b for name, b in some.items() if name not in free} for some in (mine, theirs)))
     state = own.get("optimizer") or shared["optimizer"]
-    mine = _names(trained.module, trained.optimizer)
-    if [sorted(names) for names in mine] != [sorted(names) for names in state["names"]]:
+    groups = _names(trained.module, trained.optimizer)
+    if [sorted(names) for names in groups] != [sorted(names) for names in state["names"]]:
         what = "the optimizer's groups hold other parameters than when the checkpoint was saved"
-        value = f"groups of {[len(n) for n in mine]} parameters, saved {[len(n) for n in state['names']]}"
+        value = f"groups of {[len(n) for n in groups]} parameters, saved {[len(n) for n in state['names']]}"
         raise UsageError(explain(what, value=value, fix="make the optimizer with the same groups"))
 
 
@@ -158,8 +160,18 @@ def _set_parameters(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    for name, buffer in module.named_buffers():
-        buffer.copy_(saved[name])
+    mine, parts = dict(module.named_buffers()), dict(module.named_modules())
+    for name, value in saved.items():
+        buffer = mine.get(name)
+        if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
+            buffer.copy_(value)
+            continue
+        # One that ``state_dict`` leaves out, as a cache that the module makes or enlarges while it trains.
+        path, _, last = name.rpartition(".")
+        owner = parts.get(path)
+        device = next((p.device for p in module.parameters()), value.device) if buffer is None else buffer.device
+        if owner is not None and (last in owner._buffers or not hasattr(owner, last)):
+            owner.register_buffer(last, value.to(device, copy=True), persistent=False)
 
 
 def _divided_like(parameter: Any, value: Tensor) -> Tensor:

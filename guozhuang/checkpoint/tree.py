@@ -67,6 +67,8 @@ def _flatten_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> Any
         what = f"{path} is a tensor of a layout or dtype that a checkpoint cannot hold"
         raise UsageError(explain(what, value=f"{value.layout}, {value.dtype}", fix="convert it to a dense tensor"))
     value = value.detach()
+    while path in tensors:  # as of the keys 1 and "1", or "a/b" beside "b" in "a"
+        path += "'"
     if value.is_complex():
         tensors[path] = torch.view_as_real(value.resolve_conj())
         return {"$tensor": path, "complex": True}

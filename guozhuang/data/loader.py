@@ -232,6 +232,7 @@ class Loader:
         batch_sampler: iterable of the index lists of the current pass; None for a stream, and for items that are batches.
         dataset: the dataset given to ``loader``.
         batch_size: samples per batch of this rank; None where the dataset or the batch sampler makes the batches.
+        is_open: whether a pass goes on: it was neither left nor ran out.
     """
 
     def __init__(
@@ -245,9 +246,7 @@ class Loader:
         self.sampler = share
         self.dataset: Any = batches.dataset if isinstance(share, DistributedSampler) else share.dataset
         self.batch_size = batch_size
-        self._num_counted = (
-            batch_size or 1
-        )  # what one batch adds to the position: samples, or itself where they are given
+        self._num_counted = batch_size or 1  # what a batch adds to the position: its samples, or itself if it was given
         self.drop_last = drop_last
         self.seed = seed
         self.num_workers: int = batches.num_workers
@@ -257,6 +256,8 @@ class Loader:
         self._batches = batches
         self._lengths = CommonLength(share) if isinstance(share, DistributedSampler) else None
         self._run: EpochPass | None = None
+        self.is_open = False
+        self._trains = False  # whether an optimizer has ever stepped after a batch of this loader
         registry.add_loader(self)
 
     def __len__(self) -> int:
@@ -275,15 +276,14 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass over this rank's batches; for the rules of its epoch see ``DistributedSampler``.
 
-        Raises:
-            UsageError: raised by the iterator if a newer pass has taken over its persistent workers.
-            RuntimeError: raised by the iterator if a worker died or took longer than ``timeout`` seconds.
+        Raises, in the iterator:
+            UsageError: a newer pass has taken over its persistent workers.
+            RuntimeError: a worker died or took longer than ``timeout`` seconds.
         """
         self._agree()
-        smallest = self.sampler.smallest_share()
-        if smallest is not None and self.drop_last:
-            smallest -= smallest % self._num_counted
-        run = self._run = self.sampler.begin(smallest)
+        if self._run is not None and self._is_over():
+            self._run.ran_out()
+        run = self._run = self.sampler.begin(None)
         generator = self._batches.generator
         assert generator is not None
         generator.manual_seed(_worker_seed(self.seed, self.sampler))
@@ -292,24 +292,39 @@ class Loader:
             source = itertools.islice(source, self.sampler.num_skipped, None)
         return self._hand_out(run, source)
 
+    def _is_over(self) -> bool:
+        """Tell whether the next pass takes the next epoch; a rest without batches is over once a pass has begun."""
+        smallest = self.sampler.smallest_share()
+        full_at = smallest - smallest % self._num_counted if smallest is not None and self.drop_last else smallest
+        is_begun = self._run is not None and self._run.newest
+        return self.sampler.progress.is_full(full_at) or (is_begun and full_at == 0)
+
     def _hand_out(self, run: EpochPass, source: Iterator[Any]) -> Iterator[Any]:
         shared = self.persistent_workers and self.num_workers > 0
         # With "uneven" some ranks ask for a batch more than others, so they would not pause together.
         pauses = self.sampler.ends != "uneven"
-        while True:
-            if pauses:
-                registry.pause()
-            if shared and self._run is not run:
-                what = "This iterator ended: a newer one has taken its persistent workers"
-                raise UsageError(explain(what, fix="run one pass at a time, or pass persistent_workers=False"))
-            try:
-                batch = next(source)
-            except StopIteration:
-                break
-            # A smaller last batch counts as a full one, so that ranks whose last batches differ save the same state.
-            run.took(self._num_counted)
-            yield batch
-        run.ran_out()
+        num_steps = registry.num_steps  # when the last batch was handed out
+        try:
+            while True:
+                if self._run is run:
+                    self.is_open = True
+                self._trains |= registry.num_steps > num_steps
+                if pauses and registry.leads(self):
+                    registry.pause()
+                if shared and self._run is not run:
+                    what = "This iterator ended: a newer one has taken its persistent workers"
+                    raise UsageError(explain(what, fix="run one pass at a time, or pass persistent_workers=False"))
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    break
+                # A smaller last batch counts as a full one, so that ranks whose last batches differ save the same state.
+                run.took(self._num_counted)
+                num_steps = registry.num_steps
+                yield batch
+            run.ran_out()
+        finally:
+            self.is_open &= self._run is not run
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass; every rank must choose the same. See ``DistributedSampler``."""
@@ -318,11 +333,25 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch: a few plain values, equal on all ranks that have made equally many steps.
 
-        Save it after a step, from rank 0 or every rank; with ``ends="uneven"`` from rank 0. Batch size, number of
-        ranks, number of workers and ``ends`` may differ when it is loaded, but not for a stream that shares itself.
+        Save it after a step, from rank 0 or every rank; with ``ends="uneven"`` from rank 0. Batch size, numbers of ranks
+        and workers and ``ends`` may differ when it is loaded, but not for a stream that shares itself.
         """
         self._agree()
         return self.sampler.state_dict()
+
+    def state_to_go_on(self, epoch_comes_again: bool) -> dict[str, Any]:
+        """Return the position from which a training that ends now has to go on to get the batches that come next here.
+
+        Args:
+            epoch_comes_again: whether the script will run its present epoch again from the top: what it trained on must not
+                come again, and what it evaluated on must. False: its next epoch begins.
+        """
+        state, progress = self.state_dict(), self.sampler.progress
+        if epoch_comes_again and self._trains:
+            return {**state, "finished": False}
+        if self._is_over():
+            return {**state, "finished": True}
+        return state if self.is_open else {**state, "consumed": progress.start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume after the last sample that was trained on; every rank must load the same state.

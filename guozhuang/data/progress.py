@@ -73,7 +73,7 @@ class Progress:
         Args:
             full_at: samples on one rank with which the last pass counts as full; None: only if it ran out.
         """
-        if self.ended or (full_at is not None and self.taken > 0 and self.taken >= full_at):
+        if self.is_full(full_at):
             self.epoch += 1
             self.start = 0
             self.resumed = False
@@ -87,6 +87,10 @@ class Progress:
         self._restart()
         self.newest = EpochPass(self)
         return self.newest
+
+    def is_full(self, full_at: int | None) -> bool:
+        """Tell whether the pass was full, so that the next one takes the next epoch; ``full_at`` is as for :meth:`begin`."""
+        return self.ended or (full_at is not None and self.taken > 0 and self.taken >= full_at)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass; see the rules in ``Progress``."""

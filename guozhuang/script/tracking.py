@@ -136,7 +136,7 @@ def _timeline_of(model: nn.Module) -> Timeline | None:
     if found is None:
         what = "the tracker takes the model that prepare() returned"
         raise UsageError(explain(what, value=type(model).__name__, fix="prepare the model first, or leave it out"))
-    if not hasattr(type(found.model), "timeline"):
+    if not hasattr(type(found.model), "timeline") or found.model.reducer is None:  # there are no buckets to wait for
         return None
     if found.model.timeline is None:
         world = current()

@@ -10,9 +10,13 @@ import signal
 import time
 
 import pytest
+import torch
 
+import guozhuang as gz
 from guozhuang.checkpoint.folder import CheckpointFolder, verify
+from guozhuang.errors import UsageError
 from tests.launching import Launched, guozhuang, write
+from tests.ranks import run_ranks
 
 SCRIPT = """
 import hashlib, os, random, time
@@ -106,3 +110,17 @@ def test_a_disk_that_fills_up_changes_nothing(tmp_path) -> None:
         assert os.system(f"umount {small}") == 0
     assert results(done.stdout) == expected and len(expected) == 2
     assert "was given up: " in done.stderr and "No space left on device" in done.stderr
+
+
+def without_the_folder_of_rank_0(rank: int, size: int, folder: str) -> str:
+    os.environ["GUOZHUANG_CHECKPOINT"] = f"{folder}/{rank}"
+    model = torch.nn.Linear(2, 1)
+    gz.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match="rank 1 on .* does not see rank 0's.*a folder that all nodes share") as caught:
+        next(gz.epochs(1))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_folder_that_nodes_do_not_share_is_said_at_the_beginning(tmp_path) -> None:
+    assert len({*run_ranks(without_the_folder_of_rank_0, 2, str(tmp_path))}) == 2  # they name the folders they look at

@@ -47,6 +47,7 @@ STATES: list[Any] = [
         "device": torch.device("cpu", 0),
     },
     {"scalar": np.float32(0.1), "array": np.arange(6).reshape(2, 3), "z": 3 + 4j},
+    {1: torch.ones(2), "1": torch.zeros(2), "a/b": torch.ones(1), "a": {"b": torch.zeros(1)}},
 ]
 
 
@@ -385,11 +386,14 @@ def test_equal_tensors_of_ranks_are_written_once(tmp_path) -> None:
     store, place = torch.distributed.HashStore(), CheckpointFolder(tmp_path)
     savers = [Saver(place, Board(store, rank, 2), None) for rank in range(2)]
     for rank, one in enumerate(savers):
-        own = Flat.of({"same": torch.ones(1000), "mine": torch.full((10,), float(rank))}, f"rank-{rank}")
+        shaped = torch.zeros((2, 3) if rank else (3, 2))  # the same bytes
+        own = Flat.of(
+            {"same": torch.ones(1000), "mine": torch.full((10,), float(rank)), "shaped": shaped}, f"rank-{rank}"
+        )
         one.start(3, Flat.of({"trained": [], "w": torch.ones(5)}, "shared"), own, True, {"ranks": 2})
     for one in savers:
         one.wait()
         assert one.outcome() == ""
     manifest = verify(place.of(3))
     tree, tensors = read_part(place.of(3), manifest, "rank-1")
-    assert tensors.keys() == {"rank-1/mine"} and tree["as_rank_0"] == {"rank-1/same": "rank-0/same"}
+    assert tensors.keys() == {"rank-1/mine", "rank-1/shaped"} and tree["as_rank_0"] == {"rank-1/same": "rank-0/same"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import guozhuang as gz
 from guozhuang import cli
 from guozhuang.checkpoint import run as of_run
+from guozhuang.checkpoint.folder import CheckpointFolder
 from guozhuang.checkpoint.saver import Board
 from guozhuang.checkpoint.schedule import SaveTimes
 from guozhuang.errors import CheckpointError, UsageError
@@ -230,6 +232,92 @@ def test_only_one_run_writes_into_a_folder(tmp_path, monkeypatch) -> None:
     with pytest.raises(UsageError, match="another run"):
         next(gz.epochs(1))
     of_run._saving.lock = held
+
+
+def test_a_rank_without_a_batch_takes_part_in_the_pause_of_the_others(tmp_path, monkeypatch) -> None:
+    script = Script()
+    batches = gz.loader(script.x[:1], 4, rank=1, num_replicas=2, ends="uneven")
+    monkeypatch.setattr(of_run, "_of_all", lambda mine: [True, mine])
+    assert [list(batches) for _ in gz.epochs(2)] == [[], []] and of_run._saving.state.step == 2
+
+
+def test_where_it_stopped_comes_before_where_it_began(tmp_path, monkeypatch) -> None:
+    script = Script()
+    script.train(stop_after=1)
+    gz.save(tmp_path / "began")
+    for stop_after, expected in ((3, 1), (1, 3)):
+        requested(monkeypatch, tmp_path / "runs", "1steps")
+        settled(monkeypatch)
+        script = Script()
+        assert gz.restore(tmp_path / "began") == 1
+        loop = gz.epochs(9)
+        next(loop)
+        assert of_run._saving.state.step == expected
+        loop.close()
+        script.train(stop_after=stop_after, num_epochs=9)
+
+
+class Caching(nn.Module):
+    """A module with a cache that its forward enlarges, and one that its forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(2, 1)
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = torch.arange(5.0)
+        if not hasattr(self.inside, "mask"):
+            self.inside.register_buffer("mask", torch.rand(3), persistent=False)
+        return self.inside(x)
+
+
+def test_caches_of_other_shapes_come_back(tmp_path) -> None:
+    from guozhuang.registry import registry
+
+    def made() -> Caching:
+        of_run._leave()
+        model = Caching()
+        model.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[assignment]
+        registry.add_trained(model, model, model.optimizer, "single")  # type: ignore[arg-type]
+        return model
+
+    first = made()
+    first(torch.ones(2))
+    gz.save(tmp_path)
+    second = made()
+    assert gz.restore(tmp_path) == 0
+    assert torch.equal(second.cache, first.cache) and torch.equal(second.inside.mask, first.inside.mask)
+    assert list(second.state_dict()) == ["inside.weight", "inside.bias"]
+
+
+def test_death_between_two_names_loses_nothing(tmp_path, monkeypatch) -> None:
+    script = Script()
+    script.train(stop_after=1)
+    gz.save(tmp_path)
+    rename = os.rename
+
+    def fail(source: Any, target: Any) -> None:
+        if str(source).endswith("step-1.partial"):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        gz.save(tmp_path)
+    assert (tmp_path / "step-1").exists()
+    monkeypatch.undo()
+    os.rename(tmp_path / "step-1", tmp_path / "step-1.replaced.partial")  # where a process ended that replaced it
+    Script()
+    assert gz.restore(tmp_path) == 1
+
+
+def test_those_of_later_steps_do_not_push_out_the_newest(tmp_path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in range(6):
+        folder.of(step).mkdir()
+    folder.prune(2, 3)
+    assert folder.steps() == [5, 4, 3, 2]
 
 
 # ---- when to save ---------------------------------------------------------------------------------------------------------

@@ -51,3 +51,16 @@ def test_nothing_is_kept_alive() -> None:
     del module, optimizer, batches
     gc.collect()
     assert (len(registry.loaders), len(registry.trained)) == before
+
+
+def test_a_tracker_records_nothing_where_nobody_waits_for_gradients() -> None:
+    from guozhuang.script.tracking import Tracker
+
+    class Exchanging(nn.Linear):
+        timeline, reducer = None, None
+
+    module = Exchanging(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    registry.add_trained(module, module, optimizer, "local-sgd")
+    Tracker(lambda metrics, step: None, module)
+    assert not module._forward_hooks  # events that nobody reads would fill the memory
