@@ -116,7 +116,9 @@ def without_the_folder_of_rank_0(rank: int, size: int, folder: str) -> str:
     os.environ["GUOZHUANG_CHECKPOINT"] = f"{folder}/{rank}"
     model = torch.nn.Linear(2, 1)
     gz.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="rank 1 on .* does not see rank 0's.*a folder that all nodes share") as caught:
+    with pytest.raises(
+        UsageError, match=r"rank 1 on .* does not see rank 0's.*a folder that all nodes share"
+    ) as caught:
         next(gz.epochs(1))
     return str(caught.value)
 
