@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import platform
 import shlex
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from guozhuang import strategies, timeline, units, workloads
 from guozhuang.lab.contender import Contender
-from guozhuang.lab.measure import difference
+from guozhuang.lab.measure import describe, difference
 from guozhuang.lab.plan import FEWEST_ROUNDS, TIMELINE_STEPS, ComparisonPlan, conditions, notes_of, plan_of
 from guozhuang.lab.progress import Forecast, PlannedRun, Reporter, about, about_span
 from guozhuang.lab.results import (
     Difference,
-    Machine,
     MeasuredRound,
     RankRecord,
     Results,
@@ -36,10 +33,10 @@ from guozhuang.lab.results import (
     to_json,
 )
 from guozhuang.lab.runs import Runs, ended_by_signals, new_folder
-from guozhuang.lab.unfinished import FinishedRun, Unfinished
+from guozhuang.lab.unfinished import FinishedRun, Unfinished, alone_in
 from guozhuang.lab.verdict import SETTLED, judge, settled, short
 from guozhuang.lab.worker import RunSpec
-from guozhuang.world.machine import processor_name, usable_cores
+from guozhuang.world.machine import usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,9 +93,16 @@ def perform(
         The results, and the path of the report.
 
     Raises:
-        UsageError: an option cannot work; nothing was started.
+        UsageError: an option cannot work, or another comparison writes to the same folder; nothing was started.
         KeyboardInterrupt: a signal ended it; every process was ended, and the finished runs are kept.
     """
+    with ExitStack() as until_end:
+        return _perform(namespace, progress, python_path, command, until_end)
+
+
+def _perform(
+    namespace: argparse.Namespace, progress: Console, python_path: Sequence[str], command: str, until_end: ExitStack
+) -> tuple[Results, Path]:
     from guozhuang.lab import report
 
     started, imported = time.monotonic(), set(sys.modules)
@@ -106,6 +110,7 @@ def perform(
     try:
         with ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
             plan, details = plan_of(namespace, Path(scratch), progress)
+            until_end.enter_context(alone_in(plan.out))
             busy = busy_share()  # of other programs: measured before the comparison itself computes anything
             machine = describe()
             here = {name: str(each) for name, each in asdict(machine).items() if name != "memory_bytes"}
@@ -393,27 +398,6 @@ def _row(plan: ComparisonPlan, contender: Contender, found: _Found) -> StrategyR
     )
 
 
-def describe() -> Machine:
-    """Return the hardware and software facts of this machine that the report shows."""
-    return Machine(
-        cpu=processor_name(),
-        num_cores=usable_cores(),
-        memory_bytes=psutil.virtual_memory().total,
-        accelerators=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
-        system=f"{platform.system()} {platform.release()}",
-        python=platform.python_version(),
-        torch=torch.__version__,
-        guozhuang=_version(),
-    )
-
-
 def busy_share(watch_s: float = 0.5) -> float:
     """Measure for ``watch_s`` seconds which share of the cores is busy; return the share, between 0 and 1."""
     return float(psutil.cpu_percent(watch_s)) / 100
-
-
-def _version() -> str:
-    try:
-        return metadata.version("guozhuang")
-    except metadata.PackageNotFoundError:
-        return "not installed (run from its sources)"

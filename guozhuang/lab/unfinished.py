@@ -6,19 +6,44 @@ run is a file. Every file appears complete or not at all, so the comparison may 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from guozhuang import records
-from guozhuang.errors import UsageError
+from guozhuang.errors import UsageError, explain
 from guozhuang.lab.contender import Contender
 from guozhuang.lab.results import Difference, MeasuredRound
 
 _SCHEMA_VERSION = 1
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Let no other comparison write to a folder inside this context: it would remove these runs, or take them for its own.
+
+    Raises:
+        UsageError: another one, perhaps of another process, is in this context.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fix = "wait for its end, or give this one another --out"
+            raise UsageError(
+                explain("another comparison writes to this folder now", value=str(folder), fix=fix)
+            ) from None
+        except OSError:  # a network file system without such locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -102,6 +127,8 @@ class Unfinished:
         copy = path.with_suffix(".part")
         try:
             shutil.copyfile(weights, copy)
+            with copy.open("rb") as file:
+                os.fsync(file.fileno())  # else a power cut could leave an empty file under the final name
             os.replace(copy, path)
         finally:
             copy.unlink(missing_ok=True)
@@ -113,10 +140,11 @@ class Unfinished:
     def differences(self) -> dict[str, Difference]:
         """Return the differences of weights that were kept, by the names of rows."""
         path = self.folder / "differences.json"
-        if not path.exists():
+        try:
+            found = json.loads(path.read_text())
+            return {name: records.build(Difference, each) for name, each in found.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or an empty file after a power cut
             return {}
-        found = json.loads(path.read_text())
-        return {name: records.build(Difference, each) for name, each in found.items()}
 
     def keep_differences(self, found: Mapping[str, Difference], but: str) -> None:
         """Keep the differences of weights, and remove the weights but those of one row, to which later ones are compared."""

@@ -249,12 +249,25 @@ def test_what_must_match_is_compared_and_said(
     assert [row.ok for row in results.rows] == [False] * 3 and "--fresh" in capsys.readouterr().err
     interrupted_after(3)
     (tmp_path / "unfinished" / "run-round1-ddp.json").write_text("{")
+    (tmp_path / "unfinished" / "differences.json").write_text("")
     play = _Interrupted(99, tmp_path)
     _, results = _run(monkeypatch, tmp_path, play, "--strategies", "none,single,ddp,dp", "--rounds", "1")
     assert play.seen == [("ddp", "first"), ("dp", "first")] and all(row.ok for row in results.rows)
     interrupted_after(3)
     seen, said = interrupted_after(1, "--fresh")
     assert seen == ALL_RUNS[:1] and "Going on" not in said
+
+
+def test_two_comparisons_do_not_write_to_one_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def play(spec: RunSpec) -> tuple[RankRecord, ...]:
+        with pytest.raises(UsageError, match=r"another comparison writes to this folder now .*another --out"):
+            _run(monkeypatch, tmp_path, _well, "--strategies", "single", "--steps", "7")
+        monkeypatch.setattr(Runs, "execute", lambda _, spec, log, tick: (log.write_text(""), _well(spec))[1])
+        return _well(spec)
+
+    code, results = _run(monkeypatch, tmp_path, play, "--strategies", "single,ddp", "--rounds", "1")
+    assert code == 0 and results.settings.num_steps == 50
+    assert _run(monkeypatch, tmp_path, _well, "--strategies", "single")[0] == 0, "the folder is free again"
 
 
 def test_a_full_disk_costs_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
