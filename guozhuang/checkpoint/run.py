@@ -184,6 +184,10 @@ def restore(folder: str | os.PathLike[str]) -> int | None:
     else:
         steps = _steps_of_first(found)
     _saving.restored_from = path
+    seen = _of_all(not steps or found.of(steps[0]).is_dir())
+    if seen[0] and not all(seen):
+        what = f"rank {seen.index(False)} does not see the checkpoints that rank 0 sees"
+        raise UsageError(explain(what, value=str(path), rank=rank, fix="give a folder that all nodes share"))
     reasons = []
     for step in steps:
         checkpoint = found.of(step)

@@ -223,6 +223,8 @@ class TrainingState(Stateful):
             same = (mine["ranks"], each.strategy) == (about["ranks"], about["strategies"][i])
             if left_out := of_trained.restore(each, shared["trained"][i], own["trained"][i], same):
                 notes.append(f"{left_out} was left out, because it belongs to {about['ranks']} ranks")
+            if switched := of_trained.switched(each, shared["trained"][i]):
+                notes.append(f"requires_grad was set otherwise when it was saved, and stays as it is here: {switched}")
         notes += _set_kept(self.values, own["kept"])
         self.step, self.epochs = shared["step"], list(shared["epochs"])
         self._load_loaders(shared["loaders"])
@@ -319,7 +321,7 @@ def _copied(value: Any) -> Any:
     """Return a state whose tensors do not belong to a mapped file."""
     if isinstance(value, Tensor):
         return value.clone()
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {key: _copied(each) for key, each in value.items()}
     return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import Trained
 from guozhuang.sharding.whole import is_divided, is_dtensor
+from guozhuang.units import listed
 
 _MAX_NAMED = 5
 
@@ -40,6 +41,7 @@ def capture(trained: Trained, is_first: bool) -> tuple[dict[str, Any], dict[str,
     _drop_gathered(module)
     shared: dict[str, Any] = {"strategy": trained.strategy, "class": type(module).__name__}
     shared |= {"tied": _tied(module), "left_out": _left_out(module)}
+    shared["frozen"] = [name for name, p in module.named_parameters() if not p.requires_grad]
     own: dict[str, Any] = {"buffers": dict(module.named_buffers()), "extra": _extra_states(module)}
     left_alone: frozenset[str] = getattr(model, "ignored", frozenset())
     parameters = {name: _whole(p) for name, p in module.named_parameters()}
@@ -102,6 +104,13 @@ def restore(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any],
         module.get_submodule(name).set_extra_state(state)
     _load_optimizer(module, optimizer, own.get("optimizer") or shared["optimizer"])
     return _load_exchange(model, optimizer, own.get("exchange") or {}, same_run)
+
+
+def switched(trained: Trained, shared: Mapping[str, Any]) -> str:
+    """Return the names of some parameters that were frozen in the saved run and are not now, or the other way round."""
+    now = {name for name, p in trained.module.named_parameters() if not p.requires_grad}
+    names = sorted(now.symmetric_difference(shared.get("frozen", now)))
+    return listed(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
 
 
 def _exchanges_weights(model: Any) -> bool:

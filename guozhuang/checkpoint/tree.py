@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,10 +39,14 @@ def flatten(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return _flatten_tensor(value, path, tensors)
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        if all(isinstance(k, str) and not k.startswith("$") for k in value) and not isinstance(value, Counter):
             return {key: flatten(each, f"{path}/{key}", tensors) for key, each in value.items()}
         pairs = value.items()
-        return {"$dict": [[flatten(k, path, tensors), flatten(v, f"{path}/{k}", tensors)] for k, v in pairs]}
+        return {
+            "$counter" if isinstance(value, Counter) else "$dict": [
+                [flatten(k, path, tensors), flatten(v, f"{path}/{k}", tensors)] for k, v in pairs
+            ]
+        }
     if isinstance(value, list | tuple | set | frozenset):
         many = [flatten(each, f"{path}/{i}", tensors) for i, each in enumerate(value)]
         if isinstance(value, torch.Size):
@@ -93,8 +98,9 @@ def unflatten(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "$tensor":
         found = tensors[inside]
         return torch.view_as_complex(found) if node.get("complex") else found
-    if kind == "$dict":
-        return {unflatten(key, tensors): unflatten(each, tensors) for key, each in inside}
+    if kind in ("$dict", "$counter"):
+        pairs = {unflatten(key, tensors): unflatten(each, tensors) for key, each in inside}
+        return Counter(pairs) if kind == "$counter" else pairs
     if kind in ("$tuple", "$set", "$size"):
         makes = {"$tuple": tuple, "$set": set, "$size": torch.Size}[kind]
         return makes(unflatten(each, tensors) for each in inside)

@@ -1,4 +1,4 @@
-"""``reduce``: combines a metric of all ranks, whatever it is made of, by one collective."""
+"""``reduce``: combines a metric of all ranks, whatever it is made of, by one collective, or two where it is large."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..errors import MismatchError, UsageError, explain
 from ..world import current
 
 Operation = Literal["mean", "sum", "min", "max"]
+_FIRST = 64  # elements of the first collective, which is the only one for most metrics
 
 
 def reduce(metric: Any, op: Operation = "mean", *, weight: float | Tensor = 1.0) -> Any:
@@ -73,31 +74,42 @@ def reduce(metric: Any, op: Operation = "mean", *, weight: float | Tensor = 1.0)
 
 def _combine(flat: Tensor, op: Operation, weight: float, sign: float) -> Tensor:
     """Combine a 1-dimensional tensor over the ranks; ``sign`` is a number below 2**20 that must be equal on all of them."""
-    count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if op in ("mean", "sum"):
         if op == "mean":
             flat = flat * weight if weight > 0 else torch.zeros_like(flat)
-        # By Cauchy and Schwarz the square of the sum is the number of ranks times the sum of squares only for equal signs.
-        sent = torch.cat([flat.new_tensor([sign, sign * sign, weight]), flat])
-        if count > 1:
-            dist.all_reduce(sent, dist.ReduceOp.SUM)
-        first, second, total = sent[:3].tolist()
-        _check_signs(first * first == count * second)
+        found = _reduced(torch.cat([flat.new_tensor([sign, sign * sign, weight]), flat]), dist.ReduceOp.SUM)
         if op == "sum":
-            return sent[3:]
+            return found[3:]
+        total = float(found[2])
         if not total > 0:
             what = "the weights of all ranks are 0, so there is nothing to take the mean of"
             raise UsageError(explain(what, value=total, fix="give the number of samples of at least one rank"))
-        return sent[3:].div_(total)
+        return found[3:].div_(total)
     # A MAX reduction may lose a NaN, so NaN is sent as a flag. A minimum is sent as the maximum of the negative.
     values = (flat if op == "max" else -flat).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     sent = torch.cat([flat.new_tensor([sign, -sign]), values, flat.isnan().to(flat.dtype)])
-    if count > 1:
-        dist.all_reduce(sent, dist.ReduceOp.MAX)
-    most, least = sent[:2].tolist()
-    _check_signs(most == -least)
-    values, flags = sent[2:].chunk(2) if flat.numel() else (sent[2:], sent[2:])
+    found = _reduced(sent, dist.ReduceOp.MAX)
+    values, flags = found[2:].chunk(2) if flat.numel() else (found[2:], found[2:])
     return torch.where(flags > 0, math.nan, values if op == "max" else -values)
+
+
+def _reduced(sent: Tensor, op: Any) -> Tensor:
+    """Return the reduction of a tensor that begins with the sign and its check, after comparing the signs of all ranks.
+
+    The first collective has the same size on all ranks, whatever they send: backends other than "shm" end the process, or wait
+    for ever, where sizes differ. What does not fit into it follows when the signs are known to be equal.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or (count := dist.get_world_size()) == 1:
+        return sent
+    first = torch.nn.functional.pad(sent[:_FIRST], (0, max(0, _FIRST - sent.numel())))
+    dist.all_reduce(first, op)
+    one, two = first[:2].tolist()
+    # By Cauchy and Schwarz the square of the sum is the number of ranks times the sum of squares only for equal signs.
+    _check_signs(one * one == count * two if op == dist.ReduceOp.SUM else one == -two)
+    rest = sent[_FIRST:].clone()
+    if rest.numel():
+        dist.all_reduce(rest, op)
+    return torch.cat([first[: sent.numel()], rest])
 
 
 def _check_signs(are_equal: bool) -> None:

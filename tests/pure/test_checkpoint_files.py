@@ -12,6 +12,7 @@ import random
 import shutil
 import subprocess
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ STATES: list[Any] = [
         "device": torch.device("cpu", 0),
     },
     {"scalar": np.float32(0.1), "array": np.arange(6).reshape(2, 3), "z": 3 + 4j},
+    {"milestones": Counter({3: 1, 5: 2})},
     {1: torch.ones(2), "1": torch.zeros(2), "a/b": torch.ones(1), "a": {"b": torch.zeros(1)}},
 ]
 

@@ -272,7 +272,7 @@ class Caching(nn.Module):
         return self.inside(x)
 
 
-def test_caches_of_other_shapes_come_back(tmp_path) -> None:
+def test_caches_of_other_shapes_come_back(tmp_path, caplog) -> None:
     from guozhuang.registry import registry
 
     def made() -> Caching:
@@ -286,7 +286,9 @@ def test_caches_of_other_shapes_come_back(tmp_path) -> None:
     first(torch.ones(2))
     gz.save(tmp_path)
     second = made()
+    second.inside.bias.requires_grad_(False)
     assert gz.restore(tmp_path) == 0
+    assert "requires_grad was set otherwise" in caplog.text and "inside.bias" in caplog.text
     assert torch.equal(second.cache, first.cache) and torch.equal(second.inside.mask, first.inside.mask)
     assert list(second.state_dict()) == ["inside.weight", "inside.bias"]
 

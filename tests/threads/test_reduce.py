@@ -80,6 +80,11 @@ def differing(rank: int, num_ranks: int) -> str:
         gz.reduce({"loss": 1.0} if rank else {"accuracy": 1.0})
     with pytest.raises(ValueError, match="different structures"):
         gz.reduce([1.0, 2.0] if rank else torch.ones(2), "max")
+    for op in ("sum", "max"):
+        for sizes in ((1, 2), (3, 300), (100, 300)):  # which backends other than "shm" do not forgive
+            with pytest.raises(ValueError, match="different structures"):
+                gz.reduce(torch.ones(sizes[rank]), op)
+        assert torch.equal(gz.reduce(torch.arange(200.0), op), torch.arange(200.0) * (2 if op == "sum" else 1))
     return str(error.value)
 
 
