@@ -79,6 +79,7 @@ def stand_in(theirs: type, ours: str) -> None:
     def make(cls: type, *args: Any, **kwargs: Any) -> Any:
         return object.__new__(_named(ours)(cls) if is_wanted() or kwargs.get("backend") == "shm" else cls)
 
+    make.__wrapped__ = theirs.__init__  # type: ignore[attr-defined, misc]  # read by inspect.signature
     theirs.__new__ = make  # type: ignore[method-assign,assignment]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import sys
 import tomllib
 import types
@@ -56,6 +57,7 @@ def test_a_class_that_was_imported_by_name_makes_objects_of_ours_once_its_librar
     for cls in (theirs, class_of_a_script):
         made = cls(3)
         assert isinstance(made, Ours) and isinstance(made, cls) and made.value == 3 and made.seen == (3,)
+        assert list(inspect.signature(cls).parameters) == ["value"], "programs that read it see no change"
     assert not start._WAITING, "done once"
 
 
