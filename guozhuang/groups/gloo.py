@@ -80,6 +80,10 @@ class Crossing:
             raise WorldError(explain("this group was shut down", fix="make a new group"))
         return self._group
 
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Set the limit of each operation that begins from now on."""
+        self.group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
     def close(self) -> None:
         """Drop the gloo group, which ends its threads and connections after its unfinished works. Not collective."""
         self._group = None

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.groups import roll_call
 from guozhuang.groups.forwarding import ForwardingGroup
 from guozhuang.groups.serial import CallWork
 from guozhuang.groups.shared_memory.engine import native_built
@@ -141,7 +142,7 @@ class ReconfigurableGroup(ForwardingGroup):
         before, self._group = self._group, made
         self._rank, self._size = rank, size
         if before is not None:
-            before.abort()
+            _drop(before)
         return CallWork()
 
     def _claim(self, uuid: int, texts: Sequence[str], rank: int) -> str:
@@ -160,7 +161,17 @@ class ReconfigurableGroup(ForwardingGroup):
             return SharedMemoryGroup(store, rank, size, timeout, size, processes, (listener, cards))
         from guozhuang.groups.hierarchical import HierarchicalGroup
 
-        return HierarchicalGroup(store, rank, size, timeout, processes)
+        def ended(peer: int) -> int | None:
+            return processes[peer].pid if processes[peer].has_ended(processes[rank].node) else None
+
+        try:
+            # A rank that is gone is named here: the parts of the group would wait for it without naming it.
+            roll_call.call(store, "present", rank, size, "", timeout.total_seconds(), ended)
+            return HierarchicalGroup(store, rank, size, timeout, processes)
+        except BaseException as error:
+            for topic in ("present", "connected"):  # on one of them the other ranks wait
+                roll_call.tell_failed(store, topic, rank, error)
+            raise
 
     @override
     def _target(self) -> Any:
@@ -235,11 +246,19 @@ class ReconfigurableGroup(ForwardingGroup):
     def _end(self, how: str) -> None:
         before, self._group = self._group, None
         self._lacks = f"it has left its ranks ({how}): call torch.distributed._reconfigure with a new uuid"
-        if before is not None:
-            getattr(before, how)()
+        if before is not None and how == "abort":
+            _drop(before)
+        elif before is not None:
+            before.shutdown()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+
+def _drop(group: Any) -> None:
+    """Leave a group at once, and free its connections: ``abort`` keeps those over several nodes."""
+    group.abort()
+    group.shutdown()
 
 
 def _of_this_change(card: Card, digest: str) -> Card:

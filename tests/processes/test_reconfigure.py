@@ -19,6 +19,7 @@ from guozhuang.errors import PeerLost, WorldError
 from guozhuang.groups import backend
 from guozhuang.groups.allocation import zeros_for
 from guozhuang.groups.reconfigurable import ReconfigurableGroup, ReconfigureError, ReconfigureHandle
+from guozhuang.groups.shared_memory import rendezvous
 from tests.processes.shm_ranks import held
 from tests.ranks import RankError, run_ranks
 
@@ -88,7 +89,7 @@ class Rank:
             self.group.recv([taken], (rank - 1) % size, 0).wait()
             sent.wait()
             assert taken.item() == (rank - 1) % size
-        large = self.group.empty(100_000).fill_(rank)
+        large = zeros_for(self.group)(100_000, torch.float32, torch.device("cpu")).fill_(rank)
         dist.broadcast(large, size - 1)
         assert (large == size - 1).all()
         dist.barrier()
@@ -216,6 +217,44 @@ def test_ranks_are_lost() -> None:
     assert all(isinstance(each, RankError) and each.exit_code == 0 for each in others), others
     assert max(first[::2]) < 2.0  # the end of a process is noticed
     assert max(first[1::2]) < 1.0
+
+
+def over_two_nodes(number: int, count: int) -> float:
+    real = rendezvous.identity
+    rendezvous.identity = lambda: f"{real()} {number // 2}"  # ranks 0 and 1 on one node, 2 and 3 on another
+    me = Rank(number, count)
+    me.change(1, me.handles("first"))
+    me.works()
+    before = held()
+    for uuid in range(2, 5):
+        handles = me.handles(f"{uuid} goes")
+        if number < count - 1:
+            me.change(10 * uuid, handles[:-1])
+            me.works()
+        me.change(10 * uuid + 1, me.handles(f"{uuid} is back"), datetime.timedelta(seconds=2))
+        me.works()
+    assert len(held()) <= len(before), held() ^ before
+    if number == 0:
+        time.sleep(2.5)  # longer than the last change was given, but not than a collective
+    me.works()
+    handles = me.handles("end")
+    if number == count - 1:
+        os._exit(0)
+    began = time.monotonic()
+    with pytest.raises(WorldError, match="rank 3"):
+        me.change(90, handles)
+    took = time.monotonic() - began
+    me.change(91, me.handles("left", count - 1))
+    me.works()
+    return took
+
+
+@pytest.mark.slow
+def test_ranks_come_and_go_over_two_nodes() -> None:
+    *others, gone = run_ranks(over_two_nodes, 4, init=False, collect_errors=True)
+    failed = [each.text for each in others if isinstance(each, RankError)]
+    assert not failed and isinstance(gone, RankError) and gone.exit_code == 0, "\n".join(failed)
+    assert max(others) < 5.0  # of 20 s
 
 
 NEVER_IMPORTS_US = """

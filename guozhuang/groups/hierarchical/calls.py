@@ -226,10 +226,14 @@ class Calls(VerbGroup):
         for crossing in (self._lane, self._whole):
             if crossing is not None:
                 crossing.close()
+        self._failure.close()
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Set the time-out of each collective that begins from now on."""
         self._timeout_s = timeout.total_seconds()
+        for part in (self._inside, self._lane, self._whole):
+            if part is not None:
+                part.set_timeout(timeout)
 
 
 def _unshared(num_elements: int, dtype: torch.dtype) -> Tensor:

@@ -169,6 +169,10 @@ class GroupFailure:
         self._passed_on: _FailureNotice | None = None  # another rank's notice, if that made this rank fail
         self._next_look = 0.0
 
+    def close(self) -> None:
+        """End the thread that makes calls of the store; notices are neither written nor read from then on."""
+        self._client.close()
+
     def check(self) -> None:
         """Raise the error that ended the group, if there is one."""
         if self._error is not None:
