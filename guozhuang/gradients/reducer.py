@@ -106,6 +106,9 @@ class Reducer(BucketedParameters):
             broken, self._pass = self._pass, None
             if broken.next_bucket or any(self._selection.views.filled):
                 raise self._noted(broken_off(broken.next_bucket, len(self.buckets), self.group.rank()))
+            # Without any gradient it was broken off by the program, and the ranks have not gone apart.
+            if broken.num_fired and self.options.static_graph and not self._selection.watching:
+                self._left_out = self._lacking(broken)
         if self._left_out:
             left_out, self._left_out = {i: self.names[i] for i in self._left_out}, []
             raise self._noted(graph_lacks(left_out, self.group.rank()))

@@ -410,6 +410,7 @@ def row_a_static_graph_that_changes(kind: Kind, rank: int) -> Any:
         "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to True.\n"
         f"Parameter indices which did not receive grad for rank {rank}: "
     )
+    found.append(error(lambda: more(rank_independent(rank), True), text))  # it did not come to its end
     return *found, error(lambda: fewer(rank_independent(rank), True), text)
 
 
