@@ -51,7 +51,7 @@ class accumulate:
         self._wrapper: Any = inside if found is None else found.model
         self._optimizer: Any = None if found is None else found.optimizer
         self._count = _count_of(inside, found)
-        self._count.forget_dropped(inside)
+        self._count.forget_dropped(inside, self._optimizer)
         self._steps = steps
         self._held: contextlib.AbstractContextManager[Any] | None = None
         if self._count.done and self._count.steps != steps:
@@ -101,9 +101,21 @@ class _Count:
         self.done = self.steps = 0
         self.was_cut = False  # whether an exception or a `break` ended a micro-batch
 
-    def forget_dropped(self, model: nn.Module) -> None:
+    def forget_dropped(self, model: nn.Module, optimizer: Any) -> None:
         """Begin a new step if the last one was cut and its gradients were dropped since."""
-        if self.was_cut and all(p.grad is None for p in model.parameters()):
+        if not self.was_cut:
+            return
+        stepped = model.parameters() if optimizer is None else _all_of(optimizer)
+        if all(p.grad is None for p in stepped):
+            for part in model.modules() if hasattr(model, "unshard") else ():
+                divided: Any = part
+                if hasattr(
+                    part, "unshard"
+                ):  # PyTorch's fully_shard holds gradients of whole weights, out of zero_grad's reach
+                    divided.unshard()
+                    for p in part.parameters():
+                        p.grad = None
+                    divided.reshard()
             self.done, self.was_cut = 0, False
 
     def check(self, optimizer: object, *_: object) -> None:
@@ -115,6 +127,10 @@ class _Count:
             raise UsageError(
                 explain(what, fix="step after the last one, and leave out the rest of an epoch (drop_last)")
             )
+
+
+def _all_of(optimizer: Any) -> Iterator[Any]:
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 _counts: weakref.WeakKeyDictionary[nn.Module, _Count] = weakref.WeakKeyDictionary()

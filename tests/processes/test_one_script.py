@@ -235,6 +235,25 @@ def refuses_a_step_too_early(strategy: str) -> None:
     optimizer.step()
 
 
+def drops_a_cut_step(strategy: str) -> None:
+    """Gradients of micro-batches that a `break` has cut and zero_grad() has dropped are not in the next step."""
+    found = []
+    for is_cut in (False, True):
+        model, optimizer = prepared(strategy)
+        if is_cut:
+            for micro in gz.accumulate(model, steps=3):
+                by_forward(model, data(9, micro)).backward()
+                if micro == 1:
+                    break
+            optimizer.zero_grad()
+        for micro in gz.accumulate(model, steps=2):
+            by_forward(model, data(0, micro)).backward()
+        optimizer.step()
+        found.append(whole(model))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, msg=lambda text, n=name: f"{n}: {text}")
+
+
 def refuses_parts_that_the_script_calls(strategy: str) -> None:
     model, optimizer = prepared(strategy)
     for _ in range(2):
@@ -275,6 +294,8 @@ def run_strategies(rank: int, size: int, chosen: list[str], parts: list[str]) ->
                     names(rank, strategy)
                 elif each == "too early":
                     refuses_a_step_too_early(strategy)
+                    if strategy in DIVIDED or strategy == "ddp":
+                        drops_a_cut_step(strategy)
                 elif each == "called-parts":
                     if strategy in ("ddp", "torch-ddp"):
                         refuses_parts_that_the_script_calls(strategy)
