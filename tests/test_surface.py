@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import guozhuang
@@ -262,3 +263,11 @@ def test_importing_starts_nothing() -> None:
         "assert guozhuang.world.current() is None"
     )
     subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, timeout=60, check=True)
+
+
+def test_what_an_installation_needs_has_a_tested_version() -> None:
+    root = Path(guozhuang.__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[^\w-]", each)[0] for each in project["dependencies"]}
+    pinned = {line.partition("==")[0].lower() for line in (root / "constraints.txt").read_text().splitlines()}
+    assert needed <= pinned, needed - pinned
