@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,16 +29,26 @@ _KEY = "guozhuang/NaN was said"
 _log = logging.getLogger("guozhuang")
 
 
+class HasGradient(Protocol):
+    """A parameter, or what gives this rank's part of its gradient."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, or None."""
+
+
 class NanWatch:
     """Looks at this rank's own gradients, as they are before they are exchanged.
 
     Args:
         group: the ranks, of which the first one that finds NaN says so.
         defers: whether buckets are judged in the next step; None: those on accelerators are.
+        are_averaged: whether the gradients are averages over the ranks, which do not tell whose samples are the cause.
     """
 
-    def __init__(self, group: dist.ProcessGroup, defers: bool | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, defers: bool | None = None, *, are_averaged: bool = False) -> None:
         self._group, self._defers, self._stops = group, defers, requested_stop_on_nan()
+        self._are_averaged = are_averaged
         self._places: dict[int, tuple[Sequence[Tensor], Tensor]] = {}
         self._pending: list[tuple[int, Tensor]] = []
         self._is_over = False
@@ -53,7 +64,7 @@ class NanWatch:
         is_nan = bucket.flat.index_select(0, self._places_in(bucket)).isnan().any()
         self._judge(step, is_nan, lambda: zip(bucket.names, bucket.views, strict=True))
 
-    def look_at(self, names: Sequence[str], parameters: Sequence[Tensor], step: int) -> None:
+    def look_at(self, names: Sequence[str], parameters: Sequence[HasGradient], step: int) -> None:
         """Look at ``grad`` of the first and of the last few parameters, where ranks exchange no buckets of gradients.
 
         Raises:
@@ -66,10 +77,10 @@ class NanWatch:
             if len(parameters) <= 2 * _PARAMETERS
             else (*parameters[:_PARAMETERS], *parameters[-_PARAMETERS:])
         )
-        gradients = [p.grad for p in few if p.grad is not None and p.grad.layout == torch.strided and p.grad.numel()]
+        gradients = [g for p in few if (g := p.grad) is not None and g.layout == torch.strided and g.numel()]
         flags = [each.flatten()[:: max(1, each.numel() // _ELEMENTS)].isnan().any() for each in gradients]
         if flags and len({flag.device for flag in flags}) == 1:
-            here = [(name, p.grad) for name, p in zip(names, parameters, strict=True) if p.grad is not None]
+            here = [(name, g) for name, p in zip(names, parameters, strict=True) if (g := p.grad) is not None]
             self._judge(step, torch.stack(flags).any(), lambda: here)
 
     def _judge(self, step: int, is_nan: Tensor, gradients: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
@@ -102,8 +113,11 @@ class NanWatch:
         is_first = True
         with contextlib.suppress(RuntimeError):  # a store that is gone
             is_first = store_of(self._group).add(_KEY, 1) == 1
-        what = f"step {step}: the gradient of {some_of(names)} is NaN here, so the loss or what led to it was"
-        fix = "look at this rank's batch, the learning rate and the precision; with a GradScaler this may happen now and then"
+        which, whose = (
+            ("averaged gradient", "all ranks' batches") if self._are_averaged else ("gradient", "this rank's batch")
+        )
+        what = f"step {step}: the {which} of {some_of(names)} is NaN here, so the loss or what led to it was"
+        fix = f"look at {whose}, the learning rate and the precision; with a GradScaler this may happen now and then"
         text = explain(what, rank=self._group.rank(), fix=fix)
         if self._stops:
             raise FloatingPointError(text)

@@ -178,6 +178,23 @@ class Scalar(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
 
+def case_nan_is_noticed_and_ends_the_run_where_that_was_asked(rank: int, world_size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GUOZHUANG_STOP_ON_NAN", "1")
+        bare = nn.Linear(4, 2)
+        model, optimizer = shard_fully(bare, torch.optim.SGD(bare.parameters(), 0.1), keep_weights=False)
+    for step in range(3):
+        model(torch.full((2, 4), float("nan") if (step, rank) == (1, 1) else 1.0)).sum().backward()
+        if step == 1:
+            with pytest.raises(
+                FloatingPointError, match=r"step 1: the averaged gradient of 'weight'.* all ranks' batches"
+            ):
+                optimizer.step()
+            return
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def case_what_cannot_be_divided_is_refused(rank: int, world_size: int) -> None:
     def refused(model: nn.Module, optimizer: Optimizer, text: str) -> None:
         with pytest.raises(UsageError, match=text):
