@@ -50,11 +50,14 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 def _settles(is_clean: Callable[[], bool]) -> bool:
     if is_clean():
         return True
-    gc.collect()  # a thread may end with the last reference to an object that is part of a cycle
-    deadline = time.monotonic() + SETTLE_S
+    deadline, next_collection = time.monotonic() + SETTLE_S, 0.0
     while not is_clean():
         if time.monotonic() > deadline:
             return False
+        if time.monotonic() > next_collection:
+            # A thread may end with the last reference to an object that is part of a cycle: also after the first collection.
+            gc.collect()
+            next_collection = time.monotonic() + 1.0
         time.sleep(0.01)
     return True
 
