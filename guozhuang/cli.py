@@ -247,19 +247,32 @@ def _completion_parser() -> argparse.ArgumentParser:
 
 def _completion(arguments: Sequence[str]) -> int:
     shell = _completion_parser().parse_args(list(arguments)).shell
-    import shtab
-
+    try:
+        import shtab
+    except ImportError:
+        what = "completion needs the package shtab, which is not installed"
+        raise UsageError(explain(what, fix=f"{sys.executable} -m pip install shtab")) from None
     made = argparse.ArgumentParser(prog="guozhuang")
     made.add_argument("--version", action=_Version, nargs=0, help="show versions")
     commands = made.add_subparsers()
     for name, command in COMMANDS.items():
         parser = command.parser()
-        for action in parser._actions:
-            if action.metavar in _PATHS or action.dest in _PATHS:
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        _add_completions(parser, shtab.FILE)
         commands.add_parser(name, help=command.help, parents=[parser], add_help=False)
     print(shtab.complete(made, shell))
     return 0
+
+
+def _add_completions(parser: argparse.ArgumentParser, of_paths: dict[str, str]) -> None:
+    """Let the options of a parser and of its subcommands complete paths, and choices that the command itself checks."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for subcommand in action.choices.values():
+                _add_completions(subcommand, of_paths)
+        elif action.metavar in _PATHS or action.dest in _PATHS:
+            action.complete = of_paths  # type: ignore[attr-defined]
+        elif isinstance(action.metavar, str) and "|" in action.metavar:
+            action.choices = action.metavar.split("|")
 
 
 COMMANDS = {

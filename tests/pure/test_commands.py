@@ -75,13 +75,29 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     (tmp_path / "script.py").touch()
     script.write_text(capsys.readouterr().out)
     program = f"source {script}; function=$(complete -p guozhuang | sed 's/.*-F \\([^ ]*\\).*/\\1/')\n"
-    for words in (["co"], ["compare", "--strat"], ["compare", "--device", "''"], ["run", "--strat"], ["run", "sc"]):
-        program += f"COMP_WORDS=(guozhuang {' '.join(words)}); COMP_CWORD={len(words)}; COMPREPLY=()\n"
+    completed = {
+        "co": {"compare", "completion"},
+        "compare --strat": {"--strategies"},
+        "compare --device ''": {"cpu", "cuda"},
+        "compare --bad-rows s": {"stop", "skip"},
+        "run --strat": {"--strategy"},
+        "run sc": {"script.py"},
+        "checkpoint list s": {"script.py"},
+    }
+    for line in completed:
+        program += f"COMP_WORDS=(guozhuang {line}); COMP_CWORD={len(line.split())}; COMPREPLY=()\n"
         program += '$function guozhuang "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"; echo "${COMPREPLY[*]}"\n'
     done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True)
-    assert [set(line.split()) for line in done.stdout.splitlines()] == [
-        {"compare", "completion"}, {"--strategies"}, {"cpu", "cuda"}, {"--strategy"}, {"script.py"},
-    ]  # fmt: skip
+    assert [set(line.split()) for line in done.stdout.splitlines()] == list(completed.values())
+
+
+def test_completion_without_its_package_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "zsh"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "needs the package shtab" in said and "-m pip install shtab" in said
 
 
 def test_the_parser_taken_from_the_source_is_torchruns() -> None:
