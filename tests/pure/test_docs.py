@@ -57,13 +57,10 @@ def test_python_code_compiles_and_names_what_exists() -> None:
     assert not faults, faults
 
 
-def test_the_api_page_names_each_public_name() -> None:
+def test_the_api_page_names_each_public_name_once() -> None:
     text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
-    named = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith("::: ")}
-    assert named - {"ComparisonOutcome"} == {
-        *guozhuang.__all__,
-        "print",
-    }  # a star import must not replace Python's own print
+    named = [line.rpartition(".")[2] for line in text.splitlines() if line.startswith("::: ")]
+    assert sorted(named) == sorted([*guozhuang.__all__, "ComparisonOutcome", "print"])  # print: not in a star import
 
 
 def test_make_commands_exist() -> None:
