@@ -9,12 +9,10 @@ import signal
 import struct
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 
@@ -22,32 +20,27 @@ from guozhuang import strategies
 from guozhuang.lab.results import RankRecord, RunFailure
 from guozhuang.lab.worker import RankFailure, RunSpec
 from guozhuang.launch.crew import Crew, entry
+from guozhuang.launch.failures import OUT_OF_MEMORY, how
 from guozhuang.launch.request import environment_of_launchers
+from guozhuang.launch.signals import SignalledError, Signals
 from guozhuang.records import build, write_text
 
 _IMPORT_S = 120.0  # seconds that the warm parent may take for its imports
 _GRACE_S = 5.0  # seconds between asking processes to end and killing them
 _LOOK_S = 0.5  # seconds between two looks at a run: long, because looking takes time from the measured processes
 _CAUSE_CHARACTERS = 1500
+_NO_MEMORY = f"; {OUT_OF_MEMORY}: a smaller model, batch or number of ranks needs less"
 _RANK_LOGS = "ranks"  # name of the folder of the ranks' logs, inside the run's folder
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that the command first ends its processes."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    kinds: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGHUP)
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        kinds = ()
-    before = [signal.signal(kind, interrupt) for kind in kinds]
     try:
-        yield
-    finally:
-        for kind, handler in zip(kinds, before, strict=True):
-            signal.signal(kind, handler)
+        with Signals((signal.SIGTERM, signal.SIGHUP)):
+            yield
+    except SignalledError:
+        raise KeyboardInterrupt from None
 
 
 class Runs:
@@ -156,19 +149,9 @@ def first_cause(folder: Path, log: Path, code: int | None, timeout_s: float) -> 
         fix = "find who waits, or raise --timeout"
         return f"no end after {timeout_s:g} s; the log holds the stacks of every rank. Fix: {fix}"
     if code < 0:
-        return _killed_by(-code)
+        return f"a rank was ended by {how(code)}{_NO_MEMORY * (code == -signal.SIGKILL)}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (f"exit code {code}: " + " | ".join(lines[-3:]))[:_CAUSE_CHARACTERS]
-
-
-def _killed_by(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        name = signal.Signals(number).name
-        hint = "; if nobody sent it, memory ran out: a smaller model, batch or number of ranks needs less" * (
-            number == 9
-        )
-        return f"a rank was ended by signal {number} ({name}){hint}"
-    return f"a rank was ended by signal {number}"
 
 
 def _watch(crew: Crew, folder: Path, timeout_s: float, tick: Callable[[int], None]) -> int | None:

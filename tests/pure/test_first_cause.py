@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
-from guozhuang.lab.runs import first_cause
+from guozhuang.lab.runs import ended_by_signals, first_cause
 
 
 def _tell(folder: Path, name: str, time: float, text: str) -> None:
@@ -31,7 +32,8 @@ def test_a_rank_that_could_not_speak_comes_before_those_that_lost_it(tmp_path: P
     ("log", "code", "says"),
     [
         ("x\nguozhuang run: rank 1 failed first: signal 9 (SIGKILL) (process 7); no memory\ny", 137, "signal 9"),
-        ("", -11, "SIGSEGV"),
+        ("", -11, "a rank was ended by signal 11 (SIGSEGV)"),
+        ("", -9, "signal 9 (SIGKILL); if nobody sent it, the machine ran out of memory: a smaller model"),
         ("a\n\nb\nc\nd\n", 3, "exit code 3: b | c | d"),
         ("", None, "no end after 60 s"),
     ],
@@ -46,3 +48,14 @@ def test_without_a_word_from_a_rank_the_log_and_the_exit_code_tell(
 def test_what_a_rank_said_tells_more_than_that_time_ran_out(tmp_path: Path) -> None:
     _tell(tmp_path, "0", 1.0, "RuntimeError: timed out waiting for rank 1")
     assert "rank 0" in first_cause(tmp_path, tmp_path / "log", None, 60)
+
+
+def test_a_signal_interrupts_a_comparison_unless_it_is_ignored_as_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), ended_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+            pytest.fail("SIGTERM was ignored")
+    finally:
+        signal.signal(signal.SIGHUP, before)
