@@ -82,6 +82,11 @@ class Registry:
                 found.append(Trained(module, model, optimizer, strategy))
         return found
 
+    def trained_with(self, model: object) -> Trained | None:
+        """Return what was prepared with this model, which is the script's, the bare one, or one of both compiled; else None."""
+        inside = getattr(model, "_orig_mod", model)
+        return next((each for each in self.trained if inside in (each.model, each.module)), None)
+
     @property
     def loaders(self) -> list[Any]:
         """The loaders that the script still holds."""

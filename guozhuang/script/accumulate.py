@@ -47,7 +47,7 @@ class accumulate:
             what = "`steps` is the number of micro-batches in an optimizer step, at least 1"
             raise UsageError(explain(what, value=steps, fix="pass a whole number"))
         inside: Any = getattr(model, "_orig_mod", model)  # what torch.compile put around it
-        found = next((each for each in registry.trained if inside in (each.model, each.module)), None)
+        found = registry.trained_with(inside)
         self._wrapper: Any = inside if found is None else found.model
         self._optimizer: Any = None if found is None else found.optimizer
         self._count = _count_of(inside, found)

@@ -131,8 +131,7 @@ class _OwnTimeline(Timeline):
 
 def _timeline_of(model: nn.Module) -> Timeline | None:
     """Return the timeline on which the steps of a prepared model are recorded, from now on if they were not."""
-    inside = getattr(model, "_orig_mod", model)
-    found = next((each for each in registry.trained if inside in (each.model, each.module)), None)
+    found = registry.trained_with(model)
     if found is None:
         what = "the tracker takes the model that prepare() returned"
         raise UsageError(explain(what, value=type(model).__name__, fix="prepare the model first, or leave it out"))
