@@ -63,7 +63,6 @@ def html(results: Results, verdict: Verdict, pictures: Mapping[str, plots.Pictur
         results=results,
         s=results.settings,
         verdict=verdict,
-        cautions=[c for c in verdict.cautions if " failed: " not in c],
         rows=rows,
         failed=[row for row in results.rows if row.failure is not None],
         timelines=[row for row in results.rows if row.timeline],

@@ -43,8 +43,7 @@ def show(console: Console, results: Results, verdict: Verdict, report: Path) -> 
     console.print(Text(verdict.headline, style="bold green" if verdict.recommended else "bold red"))
     for reason in verdict.reasons:
         console.print(Padding(Text(reason), (0, 0, 0, 2)))
-    cautions = [c for c in verdict.cautions if " failed: " not in c]
-    for text in (*cautions, *results.notes):
+    for text in (*verdict.cautions, *results.notes):
         console.print(Padding(Text(f"Note: {text}", style="yellow"), (0, 0, 0, 2)))
     console.print(Text(f"Report: {report}"), soft_wrap=True)
 

@@ -52,7 +52,7 @@ class Verdict:
         headline: the conclusion in one sentence.
         reasons: the arguments for the conclusion, a sentence or two each.
         how: lines of code and shell that use the strategy.
-        cautions: warnings about the results.
+        cautions: warnings about the results; why a strategy failed stands in its row.
     """
 
     recommended: str | None
@@ -258,7 +258,6 @@ def _inexact(chosen: StrategyRow, candidates: Sequence[StrategyRow]) -> list[str
 
 def _cautions(results: Results, chosen: StrategyRow | None, candidates: Sequence[StrategyRow]) -> list[str]:
     found = [] if chosen is None else _inexact(chosen, candidates)
-    found += [f"{row.name} failed: {short(row.failure.cause)}" for row in results.rows if row.failure is not None]
     for row in results.rows:
         if row.ok and _drifted(row):
             found.append(f"{row.name} claims to be exact, and its ranks ended with different weights: do not use it.")
