@@ -57,7 +57,6 @@ EXTRAS = {
     "docs": ["mkdocstrings-python", "ruff", "zensical"],  # ruff lays out the signatures
     "horovod": HOROVOD,
     "lightning": LIGHTNING,
-    "notebook": ["cloudpickle>=2.2"],
     "text": ["transformers", "tokenizers", "pyarrow", "charset-normalizer"],
     "track": ["tensorboard"],  # one of those that gz.Tracker writes to; wandb and mlflow are others
     "test": [

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from guozhuang import compat
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab import compare as lab
@@ -111,12 +113,6 @@ def _by_name(function: Callable[..., Workload], until_end: ExitStack) -> str:
     is_named = module not in (None, "__main__") and name.isidentifier()
     if is_named and getattr(importlib.import_module(str(module)), name, None) is function:
         return f"{module}:{name}"
-    try:
-        import cloudpickle
-    except ImportError:
-        what = "other processes cannot import the workload's function, and cloudpickle, which could send it, is not installed"
-        fix = "pip install 'guozhuang[notebook]', or move the function to a module"
-        raise UsageError(explain(what, value=name, fix=fix)) from None
     folder = until_end.enter_context(tempfile.TemporaryDirectory(prefix="guozhuang-"))
     path = Path(folder) / f"{name.rpartition('.')[2].strip('<>') or 'workload'}.pickle"
     try:
