@@ -96,54 +96,48 @@ def perform(
         UsageError: an option cannot work, or another comparison writes to the same folder; nothing was started.
         KeyboardInterrupt: a signal ended it; every process was ended, and the finished runs are kept.
     """
-    with ExitStack() as until_end:
-        return _perform(namespace, progress, python_path, command, until_end)
-
-
-def _perform(
-    namespace: argparse.Namespace, progress: Console, python_path: Sequence[str], command: str, until_end: ExitStack
-) -> tuple[Results, Path]:
     from guozhuang.lab import report
 
     started, imported = time.monotonic(), set(sys.modules)
-    unfinished = None
-    try:
-        with ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
-            plan, details = plan_of(namespace, Path(scratch), progress)
-            until_end.enter_context(alone_in(plan.out))
-            busy = busy_share()  # of other programs: measured before the comparison itself computes anything
-            machine = describe()
-            here = {name: str(each) for name, each in asdict(machine).items() if name != "memory_bytes"}
-            must_match = conditions(plan, details) | here
-            unfinished = Unfinished(plan.out / "unfinished", must_match, namespace.fresh)
-            shutil.rmtree(plan.out / "logs", ignore_errors=True)  # remove the logs of an earlier comparison
-            # Modules that loading the workload has imported; the warm parent imports them too.
-            modules = [name for name in sys.modules if name not in imported and not name.startswith("torch.")]
-            with Runs(Path(scratch), plan.settings.threads_per_rank, modules, python_path) as runs:
-                earlier_s, notes = _resumed(plan, unfinished, progress)
-                planned, forecast = _foresee(plan, unfinished, runs, progress)
-                with Reporter(progress, planned, forecast) as reporter:
-                    rows, more = _measure(plan, unfinished, runs, reporter)
-    except KeyboardInterrupt:
-        num_kept = 0 if unfinished is None else len(unfinished)
-        if unfinished is not None and not num_kept:
-            unfinished.remove()
-        kept = f"{num_kept} finished run{'s' * (num_kept != 1)} will not be made again by the same command"
-        progress.print(f"Interrupted: every process was ended. {kept if num_kept else 'Nothing was written'}.")
-        raise
-    results = Results(
-        created=datetime.now(UTC).astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        command=command,
-        workload=workloads.title(plan.workload),
-        workload_details=details,
-        settings=replace(plan.settings, num_rounds=max((len(row.rounds) for row in rows), default=0) or 1),
-        machine=machine,
-        rows=rows,
-        notes=(*notes_of(plan, busy), *notes, *more),
-        duration_s=earlier_s + time.monotonic() - started,
-    )
-    path = report.write(results, plan.out)
-    unfinished.remove()
+    with ExitStack() as until_end:
+        unfinished = None
+        try:
+            with ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
+                plan, details = plan_of(namespace, Path(scratch), progress)
+                until_end.enter_context(alone_in(plan.out))
+                busy = busy_share()  # of other programs: measured before the comparison itself computes anything
+                machine = describe()
+                here = {name: str(each) for name, each in asdict(machine).items() if name != "memory_bytes"}
+                must_match = conditions(plan, details) | here
+                unfinished = Unfinished(plan.out / "unfinished", must_match, namespace.fresh)
+                shutil.rmtree(plan.out / "logs", ignore_errors=True)  # remove the logs of an earlier comparison
+                # Modules that loading the workload has imported; the warm parent imports them too.
+                modules = [name for name in sys.modules if name not in imported and not name.startswith("torch.")]
+                with Runs(Path(scratch), plan.settings.threads_per_rank, modules, python_path) as runs:
+                    earlier_s, notes = _resumed(plan, unfinished, progress)
+                    planned, forecast = _foresee(plan, unfinished, runs, progress)
+                    with Reporter(progress, planned, forecast) as reporter:
+                        rows, more = _measure(plan, unfinished, runs, reporter)
+        except KeyboardInterrupt:
+            num_kept = 0 if unfinished is None else len(unfinished)
+            if unfinished is not None and not num_kept:
+                unfinished.remove()
+            kept = f"{num_kept} finished run{'s' * (num_kept != 1)} will not be made again by the same command"
+            progress.print(f"Interrupted: every process was ended. {kept if num_kept else 'Nothing was written'}.")
+            raise
+        results = Results(
+            created=datetime.now(UTC).astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+            command=command,
+            workload=workloads.title(plan.workload),
+            workload_details=details,
+            settings=replace(plan.settings, num_rounds=max((len(row.rounds) for row in rows), default=0) or 1),
+            machine=machine,
+            rows=rows,
+            notes=(*notes_of(plan, busy), *notes, *more),
+            duration_s=earlier_s + time.monotonic() - started,
+        )
+        path = report.write(results, plan.out)
+        unfinished.remove()
     return results, path
 
 
@@ -157,7 +151,7 @@ def _resumed(plan: ComparisonPlan, unfinished: Unfinished, progress: Console) ->
     kept = [run for one, number in plan.runs() if (run := _kept(plan, unfinished, one, number)) is not None]
     if not kept:
         return 0.0, []
-    names = ", ".join(dict.fromkeys(run.name for run in kept))
+    names = ", ".join(dict.fromkeys(run.contender.name for run in kept))
     what = f"Going on where a comparison was interrupted: {len(kept)} finished run(s) of {names} are not made again"
     same = "workload, options, data, machine and versions are the same"
     progress.print(f"{what}; {same}. --fresh begins anew.", highlight=False, soft_wrap=True, markup=False)
@@ -178,7 +172,8 @@ def _foresee(
     if not planned:
         return planned, forecast  # all were finished, and the report was not
     settings, why = plan.settings, ""
-    if (len(planned) >= _FEW_RUNS or sum(run.num_steps for run in planned) >= _FEW_STEPS) and not len(unfinished):
+    is_long = len(planned) >= _FEW_RUNS or sum(run.num_steps for run in planned) >= _FEW_STEPS
+    if is_long and forecast.seconds([]) is None:  # no run was made before an interruption
         why = _try(plan, forecast, runs)
     if plan.is_short:
         others = f"--all compares all {len(strategies.STRATEGIES)} strategies, --strategies others"
@@ -215,7 +210,7 @@ def _try(plan: ComparisonPlan, forecast: Forecast, runs: Runs) -> str:
 
 def _kept(plan: ComparisonPlan, unfinished: Unfinished, contender: Contender, number: int) -> FinishedRun | None:
     """Return the finished run of a contender in a round (0: its timeline, which must still be there)."""
-    run = unfinished.find(contender, number, timeline=number == 0)
+    run = unfinished.find(contender, number)
     if run is None or number:
         return run
     return run if run.trace == str(plan.trace_file(contender).absolute()) and Path(run.trace).exists() else None
@@ -293,17 +288,11 @@ def _run_once(
         return
     measured = summarize_round(number, outcome)
     weights = Path(spec.folder) / "weights.pt"
-    run = _finished(contender, number, time.monotonic() - began, measured, None)
+    run = FinishedRun(contender, number, time.monotonic() - began, measured)
     unfinished.keep(run, weights if weights.exists() else None)
     weights.unlink(missing_ok=True)
     found.rounds[name].append(measured)
     reporter.end(f"{units.rate(measured.samples_per_s)} samples/s", measured.phases.step_s)
-
-
-def _finished(
-    one: Contender, number: int, duration_s: float, measured: MeasuredRound | None, trace: str | None
-) -> FinishedRun:
-    return FinishedRun(one.name, one.strategy, one.backend, one.num_groups, number, duration_s, measured, trace)
 
 
 def _compare_weights(plan: ComparisonPlan, found: _Found, unfinished: Unfinished) -> None:
@@ -336,7 +325,7 @@ def _trace(
     out = plan.trace_file(contender)
     timeline.merge(sorted(Path(spec.folder).glob("timeline-*.json")), out)
     found.traces[name] = str(out.absolute())
-    unfinished.keep(_finished(contender, 0, time.monotonic() - began, None, found.traces[name]))
+    unfinished.keep(FinishedRun(contender, 0, time.monotonic() - began, None, found.traces[name]))
     reporter.end(str(out))
 
 

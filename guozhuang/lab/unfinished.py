@@ -20,7 +20,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.lab.contender import Contender
 from guozhuang.lab.results import Difference, MeasuredRound
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ class FinishedRun:
     """A run that has ended well: a round's measurements, or a timeline.
 
     Attributes:
-        name: the name of the row; ``strategy``, ``backend`` and ``num_groups`` as in ``Contender``.
+        contender: the row.
         number: the number of the round, from 1; 0 for a timeline.
         duration_s: how long the run took, start and evaluation included.
         measured: the measurements; None for a timeline.
@@ -59,10 +59,7 @@ class FinishedRun:
         schema_version: the form of the file.
     """
 
-    name: str
-    strategy: str
-    backend: str | None
-    num_groups: int
+    contender: Contender
     number: int
     duration_s: float
     measured: MeasuredRound | None
@@ -80,7 +77,6 @@ class Unfinished:
 
     Attributes:
         differs: what is not the same as in the comparison that left runs here, as "steps was 50, is 100"; those were removed.
-        num_found: how many finished runs were there at the beginning.
         problem: why a run could not be kept, such as a full disk; empty if all were.
     """
 
@@ -96,32 +92,26 @@ class Unfinished:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         records.write_text(folder / "comparison.json", records.to_json({"must_match": dict(must_match)}))
-        self._runs = {
-            (run.name, run.number, run.measured is None): run
-            for run in map(_run_of, folder.glob("run-*.json"))
-            if run is not None
-        }
-        self.num_found = len(self._runs)
+        found = filter(None, map(_run_of, folder.glob("run-*.json")))
+        self._runs = {(run.contender, run.number): run for run in found}
         self.problem = ""
 
-    def find(self, contender: Contender, number: int, *, timeline: bool = False) -> FinishedRun | None:
-        """Return the finished run of this round, or the timeline, if it was made with the same settings of the row."""
-        run = self._runs.get((contender.name, number, timeline))
-        same = (contender.strategy, contender.backend, contender.num_groups)
-        return run if run is not None and (run.strategy, run.backend, run.num_groups) == same else None
+    def find(self, contender: Contender, number: int) -> FinishedRun | None:
+        """Return the finished run of this round (0: the timeline), if it was made with the same settings of the row."""
+        return self._runs.get((contender, number))
 
     def keep(self, run: FinishedRun, weights: Path | None = None) -> None:
         """Keep a finished run, and before it the file of weights that belongs to it; if that fails, set ``problem``."""
-        kind = "timeline" if run.measured is None else f"round{run.number}"
+        name, kind = run.contender.name, f"round{run.number}" if run.number else "timeline"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if weights is not None:
-                self._keep_weights(weights, self.weights(run.name))
-            records.write_text(self.folder / f"run-{kind}-{run.name}.json", records.to_json(asdict(run)))
+                self._keep_weights(weights, self.weights(name))
+            records.write_text(self.folder / f"run-{kind}-{name}.json", records.to_json(asdict(run)))
         except OSError as error:
             self.problem = self.problem or f"{error.strerror}: {self.folder}"
             return
-        self._runs[run.name, run.number, run.measured is None] = run
+        self._runs[run.contender, run.number] = run
 
     def _keep_weights(self, weights: Path, path: Path) -> None:
         copy = path.with_suffix(".part")
