@@ -17,13 +17,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="guozhuang compare", description="Train the same workload under several strategies, side by side."
     )
-    add_arguments(made)
-    return made
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``guozhuang compare`` and of the workloads to a parser."""
-    what = parser.add_argument_group("what is compared")
+    what = made.add_argument_group("what is compared")
     what.add_argument(
         "--strategies",
         metavar="A,B@BACKEND,C",
@@ -53,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--threads-per-rank", type=int, metavar="N", help="default: the cores divided by the ranks")
     what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is any")
-    how = parser.add_argument_group("how it is measured")
+    how = made.add_argument_group("how it is measured")
     how.add_argument("--steps", type=int, metavar="N", help=f"measured steps of a run (default: {DEFAULT_STEPS})")
     how.add_argument(
         "--epochs", type=int, metavar="N", help="instead: whole epochs, of which the warm-up steps are not timed"
@@ -76,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a TOML file with any of these options by name, such as steps = 100; those given here go before",
     )
-    out = parser.add_argument_group("what comes out")
+    out = made.add_argument_group("what comes out")
     out.add_argument(
         "--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the report (default: ./report)"
     )
@@ -87,4 +81,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fresh", action="store_true", help="make all runs, also those that an interrupted comparison has finished"
     )
     out.add_argument("--json", action="store_true", help="print results.json in place of the tables")
-    add_workload_arguments(parser)
+    add_workload_arguments(made)
+    return made

@@ -33,10 +33,6 @@ from guozhuang.sharding.whole import full_weights, is_divided, load_whole
 from guozhuang.timeline import Timeline
 from guozhuang.workloads import Workload, load
 
-#: Purposes of a run. ``first``: a run of the first round, which also saves the weights and evaluates the model. ``timing``:
-#: measure only. ``timeline``: write a trace instead of measuring. ``trial``: as ``timing``, for an estimate.
-PURPOSES = ("first", "timing", "timeline", "trial")
-
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -45,7 +41,8 @@ class RunSpec:
     Attributes:
         name: the name of the row, for names of files.
         strategy: a name from ``guozhuang.strategies``.
-        purpose: one of :data:`PURPOSES`.
+        purpose: ``first``: a run of the first round, which also saves the weights and evaluates the model; ``timing``: measure
+            only; ``timeline``: write a trace instead of measuring; ``trial``: as ``timing``, for an estimate.
         folder: the folder to which the ranks write their results.
         workload: the workload's name, or ``module:function``.
         options: the options of the workload.

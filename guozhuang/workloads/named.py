@@ -201,7 +201,7 @@ def _find(name: str) -> Callable[..., Any]:
         ) from None
     except Exception as error:
         raise UsageError(_failed(f"importing {module_name} raised", error)) from error
-    function = getattr(module, function_name, None)
+    function: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(function):
         there = [
             key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module_name
@@ -213,5 +213,4 @@ def _find(name: str) -> Callable[..., Any]:
                 fix=f"use one of: {', '.join(there)}" if there else "define it there",
             )
         )
-    found = function
-    return found
+    return function

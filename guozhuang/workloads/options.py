@@ -81,8 +81,8 @@ def given(options: type, namespace: argparse.Namespace) -> dict[str, OptionValue
         UsageError: a value is invalid.
     """
     values = {n: getattr(namespace, n) for n in _rules(options) if getattr(namespace, n, None) is not None}
-    read(options, values)
-    return {name: _converted(name, rule, values[name]) for name, rule in _rules(options).items() if name in values}
+    found = read(options, values)
+    return {name: getattr(found, name) for name in values}
 
 
 def read(options: type[Options], values: Mapping[str, Any]) -> Options:
