@@ -32,7 +32,7 @@ from guozhuang.lab.results import (
     summarize_round,
     to_json,
 )
-from guozhuang.lab.runs import Runs, ended_by_signals, new_folder
+from guozhuang.lab.runs import Runs, ended_by_signals
 from guozhuang.lab.unfinished import FinishedRun, Unfinished, alone_in
 from guozhuang.lab.verdict import SETTLED, judge, settled, short
 from guozhuang.lab.worker import RunSpec
@@ -336,7 +336,7 @@ def _spec(plan: ComparisonPlan, contender: Contender, purpose: str) -> RunSpec:
         name=contender.name,
         strategy=contender.strategy,
         purpose=purpose,
-        folder=new_folder(plan.scratch, contender.name),
+        folder=tempfile.mkdtemp(prefix=f"{contender.name}-", dir=plan.scratch),
         workload=plan.workload,
         options=plan.options,
         data_folder=str(plan.scratch / "data"),

@@ -46,17 +46,17 @@ def with_config(found: argparse.Namespace, arguments: Sequence[str]) -> argparse
         for key, value in values.items()
         if not any(key.replace("-", "_") == other and name in given for name, other in _INSTEAD)
     }
-    read(values, str(path))  # a mistake in the file is told with its name
-    return parser().parse_args([*_words(values, str(path)), *arguments])
+    return read(values, str(path), arguments)
 
 
-def read(values: Mapping[str, Any], where: str) -> argparse.Namespace:
+def read(values: Mapping[str, Any], where: str, arguments: Sequence[str] = ()) -> argparse.Namespace:
     """Return the parsed options for values by their names.
 
     Args:
         values: by the names of options, with ``_`` or ``-`` between words: ``{"warmup_steps": 10, "fused": True}``. Several
             strategies or columns of text are a list; ``option`` is a mapping. None leaves an option out.
         where: the source of the values, for errors.
+        arguments: a command line without mistakes, whose options replace these.
 
     Raises:
         UsageError: an unknown name, or a value that its option does not accept.
@@ -67,7 +67,7 @@ def read(values: Mapping[str, Any], where: str) -> argparse.Namespace:
         raise UsageError(explain(f"{where}: {message}", fix="see guozhuang compare --help"))
 
     made.error = refuse  # type: ignore[method-assign]
-    return made.parse_args(_words(values, where))
+    return made.parse_args([*_words(values, where), *arguments])
 
 
 def _given(arguments: Sequence[str]) -> dict[str, Any]:

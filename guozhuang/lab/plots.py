@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from guozhuang import units
 from guozhuang.lab.results import PHASES, Results, StrategyRow
 
 NAMES = ("speed", "step", "loss")
@@ -128,8 +129,6 @@ def _inline(name: str, svg: str) -> str:
 
 
 def _speed(rows: list[StrategyRow], chosen: Mapping[str, str], width: float, axes: Any) -> None:
-    from guozhuang import units
-
     places = range(len(rows))
     medians = [row.samples_per_s for row in rows]
     axes.barh(

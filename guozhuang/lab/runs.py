@@ -8,7 +8,6 @@ import re
 import signal
 import struct
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -182,8 +181,3 @@ def _append_ranks(log: Path, folder: Path) -> None:
 def _collect(spec: RunSpec) -> tuple[RankRecord, ...]:
     paths = sorted(Path(spec.folder).glob("rank-*.json"))
     return tuple(build(RankRecord, json.loads(path.read_text())) for path in paths)
-
-
-def new_folder(parent: Path, name: str) -> str:
-    """Create an empty folder for a run's files; return its path."""
-    return tempfile.mkdtemp(prefix=f"{name}-", dir=parent)

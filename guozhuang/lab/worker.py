@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -92,14 +92,6 @@ class RankFailure:
     text: str
 
 
-@dataclass
-class _Recording:
-    """The marks of ``measure.Clock`` and the losses of all steps; marks are converted to seconds at the end of the run."""
-
-    marks: list[tuple[Any, Any, Any, Any, Any, Any]] = field(default_factory=list)
-    losses: list[torch.Tensor] = field(default_factory=list)
-
-
 class _Trainer:
     """Holds the model, optimizer, data and clocks of one run, and trains one step at a time."""
 
@@ -122,7 +114,9 @@ class _Trainer:
             cast(Any, self.model).timeline = self.timeline  # so that the trace also shows the model's buckets
         self.batch_size = self.workload.batch_size * (spec.num_ranks if self.strategy.one_process else 1)
         self.batches = _batches(self.workload, self.batch_size, spec.seed, here)
-        self.recording = _Recording()
+        # Six marks of the clock for each step, which are converted to seconds at the end of the run.
+        self.marks: list[tuple[Any, ...]] = []
+        self.losses: list[torch.Tensor] = []
         self._progress = _Progress(Path(spec.folder) / "progress") if here.rank == 0 else None
 
     def step(self, number: int, before_optimizer: Any = None) -> None:
@@ -147,8 +141,8 @@ class _Trainer:
         # phase "backward" lasts until the call returns.
         last_gradient = None if self.divided else self.last_gradient.take()
         last_gradient = returned if last_gradient is None else last_gradient
-        self.recording.marks.append((start, fetched, computed, last_gradient, returned, stepped))
-        self.recording.losses.append(loss)
+        self.marks.append((start, fetched, computed, last_gradient, returned, stepped))
+        self.losses.append(loss)
         if self._progress is not None:
             self._progress.show(number)
 
@@ -202,7 +196,7 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         num_steps=spec.num_steps,
         elapsed_s=elapsed_s,
         phases=_mean_phases(trainer),
-        losses=tuple(float(loss) for loss in trainer.recording.losses),
+        losses=tuple(float(loss) for loss in trainer.losses),
         sent_bytes=None if sent_before is None or sent_after is None else sent_after - sent_before,
         peak_bytes=peak,
         peak_whole_life=whole_life,
@@ -263,7 +257,7 @@ def _keep_first(trainer: _Trainer) -> dict[str, float]:
 
 
 def _mean_phases(trainer: _Trainer) -> Phases:
-    marks = trainer.recording.marks[trainer.spec.num_warmup_steps :]
+    marks = trainer.marks[trainer.spec.num_warmup_steps :]
     seconds = trainer.clock.seconds
     sums = [0.0] * 5
     for step in marks:
