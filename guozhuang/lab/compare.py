@@ -203,7 +203,7 @@ def _try(plan: ComparisonPlan, forecast: Forecast, runs: Runs) -> str:
     if isinstance(outcome, RunFailure):
         return f"; how long is not known yet, for a trial of single failed: {short(outcome.cause)}".removesuffix(".")
     step_s = summarize_round(1, outcome).phases.step_s
-    trial = PlannedRun(_SINGLE.name, "trial", True, 2 * _TRIAL_STEPS)
+    trial = PlannedRun(_SINGLE.name, "trial", False, 2 * _TRIAL_STEPS)
     forecast.note(trial, time.monotonic() - began - runs.opening_s, step_s)
     return f"; a step of single took {units.duration(step_s)} in a trial"
 

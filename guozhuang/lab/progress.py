@@ -33,29 +33,29 @@ class PlannedRun(NamedTuple):
 class Forecast:
     """Estimates the duration of runs from those that were made.
 
-    A run takes its steps, and some time besides: to start, to build the model, to evaluate it. Both are those of the same
-    strategy's latest run, else the mean over other strategies; a run with evaluation is preferred where there is one.
+    A run takes its steps, and some time besides: to start, to build the model, and in the first round to evaluate it. A step
+    takes what it took in the same strategy's latest run, else the mean over other strategies. The time besides is that of a run
+    with evaluation, or without, as this one; of the same strategy, else the mean over others.
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, bool], tuple[float, float]] = {}  # (seconds besides the steps, seconds of a step)
+        self._step_s: dict[str, float] = {}
+        self._besides_s: dict[tuple[str, bool], float] = {}
 
     def note(self, run: PlannedRun, duration_s: float, step_s: float) -> None:
         """Remember that a run took ``duration_s`` seconds in all, and ``step_s`` for a step."""
-        self._found[run.name, run.is_first] = max(0.0, duration_s - run.num_steps * step_s), step_s
+        self._step_s[run.name] = step_s
+        self._besides_s[run.name, run.is_first] = max(0.0, duration_s - run.num_steps * step_s)
 
     def seconds(self, runs: Iterable[PlannedRun]) -> float | None:
         """Return how long these runs will take together, in seconds; None if no run was noted yet."""
-        return sum(self._seconds(run) for run in runs) if self._found else None
+        return sum(self._seconds(run) for run in runs) if self._step_s else None
 
     def _seconds(self, run: PlannedRun) -> float:
-        like = [each for (name, is_first), each in self._found.items() if name == run.name and is_first == run.is_first]
-        same = [each for (name, _), each in self._found.items() if name == run.name]
-        kind = [each for (_, is_first), each in self._found.items() if is_first == run.is_first]
-        everything = list(self._found.values())
-        besides_s = statistics.fmean(each[0] for each in like or kind or everything)
-        step_s = statistics.fmean(each[1] for each in like or same or everything)
-        return besides_s + run.num_steps * step_s
+        step_s = self._step_s.get(run.name, statistics.fmean(self._step_s.values()))
+        of_others = [besides_s for (_, is_first), besides_s in self._besides_s.items() if is_first == run.is_first]
+        mean_s = statistics.fmean(of_others or self._besides_s.values())
+        return self._besides_s.get((run.name, run.is_first), mean_s) + run.num_steps * step_s
 
 
 class Reporter:

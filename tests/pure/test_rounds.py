@@ -307,6 +307,6 @@ def test_a_forecast_learns_from_runs() -> None:
     forecast.note(first, duration_s=15.0, step_s=0.1)  # 5 s besides its steps
     assert forecast.seconds([later]) == pytest.approx(15.0) and forecast.seconds([other]) == pytest.approx(6.0)
     forecast.note(later, duration_s=12.0, step_s=0.11)
-    assert forecast.seconds([later, later]) == pytest.approx(24.0) and forecast.seconds([first]) == pytest.approx(15.0)
+    assert forecast.seconds([later, later]) == pytest.approx(24.0) and forecast.seconds([first]) == pytest.approx(16.0)
     assert [about(s) for s in (1, 62, 100, 3500, 4000, 7000)] == ["5 s", "60 s", "2 min", "58 min", "1 h 10 min", "2 h"]
     assert [about_span(*s) for s in ((10, 20), (80, 200), (300, 310))] == ["10 to 20 s", "80 s to 3 min", "5 min"]
