@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--config",
         metavar="FILE",
-        help="a TOML file with any of these options by name, such as steps = 100; those given here go before",
+        help="a TOML file with any of these options by name, such as steps = 100; the command line outranks it",
     )
     out = made.add_argument_group("what comes out")
     out.add_argument(
