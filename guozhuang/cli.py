@@ -17,7 +17,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -263,7 +263,7 @@ def _completion(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _add_completions(parser: argparse.ArgumentParser, of_paths: dict[str, str]) -> None:
+def _add_completions(parser: argparse.ArgumentParser, of_paths: Mapping[str, object]) -> None:
     """Let the options of a parser and of its subcommands complete paths, and choices that the command itself checks."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -81,7 +81,7 @@ def given(options: type, namespace: argparse.Namespace) -> dict[str, OptionValue
         UsageError: a value is invalid.
     """
     values = {n: getattr(namespace, n) for n in _rules(options) if getattr(namespace, n, None) is not None}
-    found = read(options, values)
+    found: Any = read(options, values)
     return {name: getattr(found, name) for name in values}
 
 
