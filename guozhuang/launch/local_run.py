@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import string
 import sys
@@ -72,6 +73,8 @@ class LocalRun(NodeRun):
                 self._rendezvous.say = self._output.say
                 return self._attempts(self._rendezvous)
             except SignalledError as error:
+                if error.number == signal.SIGINT:
+                    self._output.interrupted()
                 self._job.interrupt(error.number, time.monotonic())
                 self._end_ranks()
                 self._give_up(f"its agent {error}", 128 + error.number)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.launch.console.copies import FULL
 from guozhuang.launch.console.output import Output, RankPlaces
-from guozhuang.launch.console.streams import FULL
 
 
 @dataclass(frozen=True)
@@ -89,23 +89,24 @@ class RankFiles(LogsSpecs):
             copies = self._copies(rank, int(environ["WORLD_SIZE"]), is_replaced=number > 0)
             places = self._output.pipes(rank, folder, is_shown, copies)
         elif shown.log_folder is not None:
-            log = self._begin_log(os.path.join(shown.log_folder, f"rank{rank}.log"), environ)
-            places = self._output.pipes(rank, folder, shown=False, log=log)
+            log = os.path.join(shown.log_folder, f"rank{rank}.log")
+            if self._attempt == 1:
+                self._check_log(log)
+            title = f"--- started anew, attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}\n"
+            places = self._output.pipes(rank, folder, shown=False, log=log, title=title)
         environ.update(places.variables)
         environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
         return places.stdout, places.stderr
 
-    def _begin_log(self, path: str, environ: Mapping[str, str]) -> str:
-        """Mark the place in a log file where the output of this attempt begins, if it has an earlier one; return its path."""
+    def _check_log(self, path: str) -> None:
+        """Raise UsageError unless a log file can be opened; a full disk must not keep a run from training."""
         try:
-            with open(path, "ab") as file:
-                if file.tell():
-                    file.write(f"--- started anew, attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}\n".encode())
+            with open(path, "ab"):
+                pass
         except OSError as error:
-            if error.errno not in FULL:  # a full disk must not keep a run from training
+            if error.errno not in FULL:
                 what = f"the output of a rank cannot be written to {path}: {error.strerror}"
                 raise UsageError(explain(what, fix="choose another --log-dir")) from error
-        return path
 
     def _copies(self, rank: int, size: int, is_replaced: bool) -> str | None:
         """Create the folder for copies of a rank's output; the first process of a rank empties it. None: there are no copies.

@@ -17,6 +17,7 @@ from guozhuang.compat.horovod.common import extension
 from guozhuang.compat.horovod.common.extension import EXTENSION, OF_HOROVODRUN
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch import agent
+from guozhuang.launch.console.copies import Copies, Copy
 from guozhuang.launch.console.output import RankPlaces
 from guozhuang.launch.console.streams import NamedPipe, Stream, Trace
 from guozhuang.launch.functions import mailbox
@@ -29,6 +30,7 @@ from guozhuang.launch.request import Request, RunReport, with_folders
 from guozhuang.net import doors, interfaces
 from guozhuang.net.door import OpenDoor
 from tests.launching import ROOT
+from tests.waiting import until
 
 
 def test_crosswise_ranks_count_the_nodes_that_have_this_local_rank() -> None:
@@ -129,21 +131,25 @@ def test_copies_that_cannot_be_made_end_no_run_that_has_begun(tmp_path: Path) ->
 
 
 def test_a_stream_goes_on_without_a_copy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    way, trace = NamedPipe(str(tmp_path / "pipe")), Trace()
-    stream = Stream(way, 1, trace, None, False, copy=str(tmp_path))  # a folder
+    way, trace, copies = NamedPipe(str(tmp_path / "pipe")), Trace(), Copies()
+    stream = Stream(way, 1, trace, None, False, copy=Copy(copies, str(tmp_path)))  # a folder
     os.write(way._own_end, b"a line\n")
     assert stream.read()
     stream.finish()
+    copies.close(None)
     assert [text for _, text in trace.lines] == ["a line"]
     assert f"no more of what a rank prints is written to {tmp_path}: Is a directory" in capfd.readouterr().err
 
 
 def test_a_copy_that_cannot_be_closed_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As of a file system over a network that is full: the thread that shows all ranks must not end by it."""
-    stream = Stream(NamedPipe(str(tmp_path / "pipe")), 1, Trace(), None, False, copy=str(tmp_path / "copy"))
-    assert stream._copy is not None
-    os.close(stream._copy.fileno())
-    stream.finish()
+    """As of a file system over a network that is full: the thread that writes all copies must not end by it."""
+    copies = Copies()
+    copy = Copy(copies, str(tmp_path / "copy"))
+    until(lambda: copy._file is not None)
+    assert copy._file is not None
+    os.close(copy._file.fileno())
+    copy.close()
+    copies.close(None)
     assert f"is written to {tmp_path}/copy: Bad file descriptor" in capfd.readouterr().err
 
 

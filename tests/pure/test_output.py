@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from guozhuang.launch import guard, node_run, torchrun
-from guozhuang.launch.console import output
+from guozhuang.launch.console import copies, output
 from guozhuang.launch.console.lines import Lines
 from guozhuang.launch.console.output import Output
 from guozhuang.launch.console.screen import Screen
@@ -261,6 +261,84 @@ def test_a_terminal_that_has_gone_is_not_asked_for_its_size() -> None:
     stream.resize()
     stream.finish()
     os.close(real)
+
+
+def test_a_disk_that_does_not_answer_holds_no_rank_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A named pipe that nobody reads stands for the file: a write to it does not return."""
+    monkeypatch.setattr(copies, "_MAX_WAITING_BYTES", 1 << 20)
+    os.mkfifo(tmp_path / "log")
+    disk = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+    out, written = Output(), b"line\n" * (1 << 19)
+    out.begin([1])
+    place = out.pipes(1, str(tmp_path), shown=False, log=str(tmp_path / "log")).stdout
+    write(place, written)  # returns when all but the last bytes were read: more than the disk and the queue take
+    out.catch_up()
+    taken = b""
+
+    def took(text: bytes) -> bool:
+        nonlocal taken
+        with contextlib.suppress(BlockingIOError):
+            taken += os.read(disk, 1 << 20)
+        return text in taken
+
+    until(lambda: took(b"") and out._copies._num_waiting_bytes == 0)
+    write(place, b"again\n")
+    until(lambda: took(b"again\n"))
+    out.close(10)
+    os.close(disk)
+    before, _, after = taken.partition(b"\n--- ")
+    assert len(before) > 1 << 19 and written.startswith(before)
+    assert after == b"%d bytes were lost here: the disk was full or slow\nagain\n" % (len(written) - len(before))
+    said = capfd.readouterr().err
+    assert said.count("the disk takes it too slowly; the rank goes on") == said.count("\n") == 1
+
+
+def test_what_the_disk_never_took_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "log")
+    disk = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+    found = copies.Copies()
+    copies.Copy(found, str(tmp_path / "log")).write(b"x" * (1 << 18))
+    found.close(0.2)
+    os.close(disk)
+    assert f"the last {1 << 18} bytes that ranks printed are not written" in capfd.readouterr().err
+
+
+IMPORTING = b"""\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 3, in <module>
+    import torch
+  File "/site-packages/torch/__init__.py", line 2150, in <module>
+    from torch import _VF as _VF, functional as functional
+KeyboardInterrupt
+"""
+TRAINING = b"""\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 30, in <module>
+    loss.backward()
+  File "/site-packages/torch/_tensor.py", line 625, in backward
+    torch.autograd.backward(
+KeyboardInterrupt
+"""
+
+
+def test_ctrl_c_shows_no_traceback_of_an_import_of_torch(reader: Reader, tmp_path: Path) -> None:
+    out = Output(terminals=((False, False), (False, False)))
+    out.begin([0, 1])
+    places = []
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        places.append(out.pipes(rank, str(tmp_path / str(rank))).stdout)
+    write(places[1], b"before\nunfin")
+    until(lambda: len(out.traces[1].lines) == 1)
+    out.interrupted()
+    write(places[0], IMPORTING)
+    write(places[1], b"ished\n" + TRAINING + b"end")
+    out.close(5)
+    shown = [line.removeprefix(b"[1] ") for line in reader.read(b"end\n").splitlines()]
+    assert shown == [b"before", b"unfin", b"ished", *TRAINING.splitlines(), b"end"]
+    assert [text for _, text in out.traces[0].lines][-1] == "KeyboardInterrupt", "it is kept"
 
 
 def test_a_process_whose_rank_changes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,9 @@ Rank 0 gets a pseudo terminal if its output is shown on a terminal (streams.py).
 the pipe when their writer ends, even by SIGKILL, and the thread stops only after every process of the run has ended (guard.py)
 and each pipe is empty. Both streams of a rank share a pipe if both streams of the agent go to the same place, so their order
 is kept.
-With ``--log-dir`` the thread writes what it reads into a file per rank, and shows nothing: a rank that wrote there by itself
-would end by an exception of ``print`` when the disk is full. The files of torchrun's way of logging, into which
-ranks do write, are read, to note when a rank begins to print its traceback.
+With ``--log-dir`` what the thread reads is written into a file per rank (copies.py), and not shown: a rank that wrote there by
+itself would end by an exception of ``print`` when the disk is full, and wait while the disk does not answer. The files of
+torchrun's way of logging, into which ranks do write, are read, to note when a rank begins to print its traceback.
 
 [Note: who was first] A failure spreads over a world in a few milliseconds. So the thread notes when each process ended (its
 pidfd becomes readable) and when each line arrived: a rank has failed when it begins to print a traceback, though it may end
@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from guozhuang.launch.console.copies import Copies, Copy
 from guozhuang.launch.console.say import WHO, say
 from guozhuang.launch.console.screen import mark
 from guozhuang.launch.console.streams import LogFile, NamedPipe, OwnTerminal, Stream, Trace
@@ -98,6 +99,7 @@ class Output:
         # For each process with a ``name`` in place of a rank (see ``pipes``): "stdout" or "stderr" -> its stream.
         self._named: dict[int, dict[str, Stream]] = {}
         self._files: list[tuple[LogFile, Trace]] = []
+        self._copies = Copies()
         self._handlers: dict[int, Any] = {}  # signal -> the handler that ours replaced, to restore it
         self._ending = self._is_closed = False
         self._has_ended = threading.Event()
@@ -129,6 +131,7 @@ class Output:
         copies: str | None = None,
         name: str = "",
         log: str | None = None,
+        title: str = "",
     ) -> RankPlaces:
         """Open pipes or terminals for the output of a rank; return the paths by which the rank finds them.
 
@@ -140,6 +143,7 @@ class Output:
                 None: no copies.
             name: shown instead of the rank, until ``rename`` gives another one; ``rank`` is then any number.
             log: a file to which the output of both streams is appended, in the order in which it was printed; None: none.
+            title: a line to begin with where ``log`` has something in it already.
         """
         paths: dict[int, str] = {}
         variables: dict[str, str] = {}
@@ -159,7 +163,8 @@ class Output:
             else:
                 way = NamedPipe(os.path.join(folder, _NAMES[descriptor]))
                 paths[descriptor] = way.path
-            copy = os.path.join(copies, _NAMES[descriptor]) if copies else copies if log is None else log
+            path = os.path.join(copies, _NAMES[descriptor]) if copies else copies if log is None else log
+            copy = None if path is None else Copy(self._copies, path, title)
             screen, colour = target.screen if shown else None, shown and target.colour
             stream = Stream(way, name or rank, self.traces[rank], screen, colour, self._timestamps, copy)
             if name:
@@ -234,6 +239,13 @@ class Output:
             say(text, self._who, within_s=_CATCH_UP_S)
         self._poke()
 
+    def interrupted(self) -> None:
+        """Show no tracebacks of ranks that Ctrl-C finds importing torch; call it before the ranks get SIGINT."""
+        with self._lock:
+            for stream in self._streams:
+                stream.interrupted()
+        self._poke()
+
     def watch(self, pids: Mapping[int, int]) -> None:
         """Watch these processes (rank -> process id), and note when each of them ends, in its trace."""
         for rank, pid in pids.items():
@@ -279,6 +291,7 @@ class Output:
         if not has_ended:
             return  # leave the thread, which is a daemon, behind: it still waits for the reader of our output
         self._thread.join()
+        self._copies.close(limit_s)
         self._wake.close()
         self._woken.close()
         for key in list(self._selector.get_map().values()):

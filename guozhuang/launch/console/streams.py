@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import errno
 import fcntl
-import io
 import os
+import re
 import signal
 import struct
 import termios
@@ -25,18 +24,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from guozhuang.launch.console.copies import Copy
 from guozhuang.launch.console.escapes import rows_up, without_escapes
-from guozhuang.launch.console.lines import PATIENCE_S, Lines, LiveText, WholeLines
-from guozhuang.launch.console.say import WHO, say
+from guozhuang.launch.console.lines import Lines, LiveText, WholeLines
+from guozhuang.launch.console.say import WHO
 from guozhuang.launch.console.screen import Screen, mark
 
 # At most this many of a log file's newest bytes are read at once, because a report needs only the last lines.
 _MAX_FOLLOWED_BYTES = 1 << 17
 _KEPT_LINES = 400  # how many of a rank's last lines are kept for the report of a failure
 _READ_BYTES = 65536
-FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk, or a user's part of it, that is full
-_KEPT_BYTES = 1 << 20  # how many of a stream's last bytes are kept until the file for its copy is known
 _SIZE = "HHHH"  # format of a terminal's size (struct winsize): rows, columns, width and height in pixels
+_TRACEBACK = b"Traceback (most recent call last):"
+_IMPORT_OF_TORCH = re.compile(rb'  File ".*/torch/.*", line \d+, in <module>')
 _OUTPUT_FLAGS, _LOCAL_FLAGS = 1, 3  # indices into the list that termios.tcgetattr returns
 
 
@@ -130,20 +130,36 @@ class OwnTerminal:
         os.close(self._own_end)
 
 
-def _opened(path: str) -> io.FileIO | None:
-    """Open a file for appending; if that fails, print why and return None: the rank is then shown without a copy."""
-    try:
-        return io.FileIO(path, "ab")
-    except OSError as error:
-        _say_no_copy(path, error)
-        return None
+class _WithoutImports:
+    """Leaves out of a rank's lines the traceback of a KeyboardInterrupt that came while the rank imported torch.
 
+    Such a traceback tells nothing of the training. It is recognised by a line of a module of torch, outside of any function.
+    """
 
-def _say_no_copy(path: str, error: OSError) -> None:
-    what = f"no more of what a rank prints is written to {path}: {error.strerror}"
-    if error.errno in FULL:
-        what += "; the rank goes on, and its output is written again where there is room"
-    say(what, within_s=PATIENCE_S)
+    def __init__(self) -> None:
+        self._held: list[bytes] = []  # the traceback so far
+
+    def feed(self, lines: Sequence[bytes]) -> list[bytes]:
+        """Return those of these lines, and of the traceback so far, that are to be shown now."""
+        shown: list[bytes] = []
+        for line in lines:
+            if line == _TRACEBACK:
+                shown += self.rest()
+                self._held = [line]
+            elif not self._held:
+                shown.append(line)
+            else:
+                self._held.append(line)
+                if not line.startswith(b" "):  # the exception, which ends the traceback
+                    held = self.rest()
+                    is_import = line == b"KeyboardInterrupt" and any(map(_IMPORT_OF_TORCH.fullmatch, held))
+                    shown += [] if is_import else held
+        return shown
+
+    def rest(self) -> list[bytes]:
+        """Return the lines of an unfinished traceback, and forget them."""
+        held, self._held = self._held, []
+        return held
 
 
 class Stream:
@@ -156,7 +172,7 @@ class Stream:
         screen: shows the lines; None: they are not shown.
         colour: whether the mark is coloured.
         timestamps: whether to put the time before each line; rank 0 is then shown by whole lines, like other ranks.
-        copy: a file to which all output is appended; "": ``rename`` gives it later; None: no copy.
+        copy: gets all output too; None: no copy.
     """
 
     def __init__(
@@ -167,7 +183,7 @@ class Stream:
         screen: Screen | None,
         colour: bool,
         timestamps: bool = False,
-        copy: str | None = None,
+        copy: Copy | None = None,
     ) -> None:
         self._way, self.source = way, way.source
         self._screen, self._colour = screen, colour
@@ -176,15 +192,9 @@ class Stream:
         if screen is not None:
             prefix = mark(rank, colour)
             self._shown = LiveText(screen, prefix) if self._draws else WholeLines(screen, prefix, timestamps)
-        self._copy_name = copy or ""
-        self._copy = _opened(copy) if copy else None
-        self._num_lost, self._was_full = (
-            0,
-            False,
-        )  # bytes that a full disk did not take since the last ones that it took
-        self._uncopied = bytearray() if copy == "" else None  # the output so far, until the file for the copy is known
-        self._trace, self._lines = trace, Lines(moves=self._draws)
+        self._trace, self._lines, self._copy = trace, Lines(moves=self._draws), copy
         self._is_closed = False
+        self._without_imports: _WithoutImports | None = None
 
     def read(self) -> bool:
         """Read the bytes that the rank has written so far, keep and show them; return False if there were none."""
@@ -197,47 +207,16 @@ class Stream:
         if not data:
             return False
         self._surely(lambda: self._take_in(data))
-        self._write_copy(data)
+        if self._copy is not None:
+            self._copy.write(data)
         return True
 
     def rename(self, rank: int | str, copy: str | None) -> None:
         """Show further lines under this rank or name; ``copy``, if given, is the file that gets the output from now on."""
         if self._shown is not None:
             self._shown.mark = mark(rank, self._colour)
-        if copy is None:
-            return
-        self._close_copy()
-        self._copy, self._copy_name = _opened(copy), copy
-        uncopied, self._uncopied = self._uncopied, None
-        self._write_copy(bytes(uncopied or b""))
-
-    def _write_copy(self, data: bytes) -> None:
-        """Append bytes to the copy; on an error print it once and go on: no rank may block, or end, because of it.
-
-        A full disk may have room again later: what was lost till then is counted in the file. After other errors there is
-        no copy any more.
-        """
-        if self._uncopied is not None:
-            self._uncopied += data
-            del self._uncopied[:-_KEPT_BYTES]
-        if self._copy is None:
-            return
-        try:
-            if self._num_lost:
-                self._copy.write(f"\n--- {self._num_lost} bytes were lost here: the disk was full\n".encode())
-                self._num_lost = 0
-            while data:
-                data = data[self._copy.write(data) or 0 :]
-        except OSError as error:
-            if error.errno in FULL:
-                is_known, self._num_lost = self._was_full, self._num_lost + len(data)
-                self._was_full = True
-            else:
-                is_known, file, self._copy = False, self._copy, None
-                with contextlib.suppress(OSError):
-                    file.close()
-            if not is_known:
-                _say_no_copy(self._copy_name, error)
+        if self._copy is not None and copy is not None:
+            self._copy.move(copy)
 
     def _surely(self, what: Callable[[], None]) -> None:
         """Call ``what``, and on an exception stop showing this stream: its pipe must still be read, or the rank would hang."""
@@ -250,10 +229,28 @@ class Stream:
                 with contextlib.suppress(Exception):  # the screen itself may be what fails
                     self._screen.lines(shown.mark, [text.encode(errors="replace")])
 
+    def interrupted(self) -> None:
+        """Leave out tracebacks of Ctrl-C during an import of torch from now on, and show further output by whole lines."""
+        if self._without_imports is None:
+            self._surely(self._show_the_rest)
+            self._without_imports = _WithoutImports()
+
     def _take_in(self, data: bytes) -> None:
-        self._trace.keep(self._lines.feed(data), self._draws)
-        if self._shown is not None:
+        self._keep(self._lines.feed(data))
+        if self._shown is not None and self._without_imports is None:
             self._shown.feed(data)
+
+    def _show_the_rest(self) -> None:
+        self._keep(self._lines.rest())
+        if self._shown is not None:
+            if self._without_imports is not None:
+                self._shown.feed(b"".join(line + b"\n" for line in self._without_imports.rest()))
+            self._shown.finish()
+
+    def _keep(self, lines: Sequence[bytes]) -> None:
+        self._trace.keep(lines, self._draws)
+        if self._shown is not None and self._without_imports is not None:
+            self._shown.feed(b"".join(line + b"\n" for line in self._without_imports.feed(lines)))
 
     @property
     def patience_s(self) -> float | None:
@@ -269,20 +266,11 @@ class Stream:
         """Show the remaining output, and close the descriptors. Further calls do nothing."""
         if self._is_closed:
             return
-        self._surely(lambda: self._trace.keep(self._lines.rest(), self._draws))
-        if self._shown is not None:
-            self._surely(self._shown.finish)
+        self._surely(self._show_the_rest)
         self._is_closed = True
         self._way.close()
-        self._close_copy()
-
-    def _close_copy(self) -> None:
         if self._copy is not None:
-            try:
-                self._copy.close()  # a network file system may report a full disk only when the file is closed
-            except OSError as error:
-                if not self._was_full:
-                    _say_no_copy(self._copy_name, error)
+            self._copy.close()
 
     def resize(self) -> None:
         """Pass a change of the real terminal's size on to the rank."""
