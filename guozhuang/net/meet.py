@@ -26,10 +26,8 @@ _GRACE_S = _AFTER_VERDICT_S + 1.0  # seconds that an answer of the store may tak
 _MOST_NAMED = 16
 _LOOPBACK_KEY = "guozhuang/loopback address"
 _ENDED_KEY = "guozhuang/ended ranks"  # the ranks that launchers saw end with 0, each followed by a space
-_LOOK_S, _LOOKS_PER_S = (
-    0.5,
-    1000,
-)  # a waiting rank reads it so often (s); all ranks together at most so often per second
+_LOOK_S = 0.5  # seconds between two reads of it by a waiting rank
+_LOOKS_PER_S = 1000  # of all ranks together, at most
 _log = logging.getLogger("guozhuang")
 
 

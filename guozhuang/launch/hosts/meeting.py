@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 
 from guozhuang.launch.hosts.frames import DoorsTried, NodeReady
@@ -24,7 +23,7 @@ def candidates(ready: Sequence[NodeReady], name: str, asked: str | None) -> list
     if len({each.same for each in ready}) == 1:
         return [interfaces.LOOPBACK]
     own = [address for known in ready[0].addresses.values() for address in known]
-    wanted = [str(ready[0].reached_at), *_resolved(name), *sorted(own, key=lambda address: ":" in address)]
+    wanted = [str(ready[0].reached_at), *interfaces.resolve(name), *sorted(own, key=lambda address: ":" in address)]
     usable = [each for each in dict.fromkeys(wanted) if each in own and interfaces.is_reachable(each)]
     return usable[:_MAX_OFFERED]
 
@@ -57,9 +56,3 @@ def choose(
     fix = "open the firewall between them, or give --interface, --master-addr or --master-port"
     return f"cannot be reached by all others at one address. Fix: {fix}.{''.join(lines)}"
 
-
-def _resolved(name: str) -> list[str]:
-    try:
-        return [str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        return []
