@@ -73,10 +73,11 @@ def place(hosts: Sequence[Host], num_ranks: int | None, per_host: str | None) ->
     Args:
         hosts: the hosts that the user named.
         num_ranks: ``-np``: number of ranks of all hosts together, which fill the first slots; None: every slot.
-        per_host: ``--nproc-per-node``: number of ranks of each host, or a word such as "gpu"; None: as many as slots.
+        per_host: ``--nproc-per-node``, where ``num_ranks`` is None: number of ranks of each host, or a word such as "gpu";
+            None: as many as slots.
 
     Raises:
-        UsageError: there are more ranks than slots, or both numbers are given.
+        UsageError: there are more ranks than slots.
     """
     slots: dict[str, int | None] = {}
     for host in hosts:
@@ -85,9 +86,6 @@ def place(hosts: Sequence[Host], num_ranks: int | None, per_host: str | None) ->
         else:
             slots[host.name] = host.slots
     if per_host is not None:
-        if num_ranks is not None:
-            what = "-np counts the ranks of all hosts, --nproc-per-node those of each: they exclude each other"
-            raise UsageError(explain(what, fix="leave one out"))
         if per_host.isdecimal():
             _check_ranks("--nproc-per-node", int(per_host))
             for name, number in slots.items():
@@ -122,16 +120,13 @@ def place_servers(
     """Return (host, the numbers of its parameter servers) for each host that gets any.
 
     Args:
-        number: ``--servers``; None if it was not given.
+        number: ``--servers``, 0 or more; None if it was not given.
         spare: ``--server-hosts``: hosts for servers alone, and how many each gets (None: 1).
         rank_hosts: hosts that get ranks. If ``spare`` is empty, the servers are spread evenly over these.
 
     Raises:
-        UsageError: a server host is named twice or has ranks, a number makes no sense, or the numbers disagree.
+        UsageError: a server host is named twice or has ranks, a host has too many servers, or the numbers disagree.
     """
-    if number is not None and number < 0:
-        fix = "give 0 or more"
-        raise UsageError(explain("--servers is a count of parameter servers, at least 0", value=number, fix=fix))
     if spare:
         shares = _shares_of_spare(spare, rank_hosts)
         total = sum(share for _, share in shares)

@@ -117,7 +117,7 @@ def read(
         prepare: called with the parser before it is used; it returns the parser.
 
     Raises:
-        UsageError: a PET_ variable has a value that its option does not accept, or options exclude each other.
+        UsageError: an option or a PET_ variable has a value that cannot work, or options exclude each other.
         SystemExit: an unknown option, or no script; the parser has printed the error.
     """
     made = parser()
@@ -127,6 +127,9 @@ def read(
             what = "-np counts the ranks of all hosts, --nproc-per-node those of each: they exclude each other"
             raise UsageError(explain(what, fix="leave one out"))
         found.nproc_per_node = None
+    if found.servers is not None and found.servers < 0:
+        what = "--servers is a count of parameter servers, at least 0"
+        raise UsageError(explain(what, value=found.servers, fix="give 0 or more"))
     return found
 
 

@@ -344,11 +344,6 @@ def _check_groups(number: int, strategy: str | None) -> None:
 
 
 def _check_servers(number: int | None, least_nodes: int, most_nodes: int, torchruns_way: str) -> None:
-    if number is None:
-        return
-    if number < 0:
-        fix = "give 0 or more"
-        raise UsageError(explain("--servers is a count of parameter servers, at least 0", value=number, fix=fix))
     if number and least_nodes != most_nodes:
         what = "--servers needs a fixed number of nodes: each starts its own, and the exchange counts on their number"
         fix = "give one number of nodes, or leave --servers out: the ranks then serve each other, each a share"
