@@ -34,7 +34,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -193,6 +193,13 @@ class Heartbeat:
             # Wait without a limit for a thread that ends this process; the main thread may be here because another rank ended.
             # Any other thread is abandoned if the store blocks it: it is a daemon thread, and does no harm.
             thread.join(None if self._is_ending else 0.0 if self._is_cut_off else _JOIN_S)
+
+    def lost(self) -> Sequence[int]:
+        """Return the ranks that are known to be lost; where this rank is cut off, the one that keeps the store."""
+        status = self._status
+        if status is None:
+            return ()
+        return (status.keeper[0],) if self._is_cut_off and status.keeper is not None else status.lost
 
     def _wait_for_report(self) -> None:
         status = self._status

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from guozhuang.errors import MismatchError, rank_table
+from guozhuang.errors import MismatchError, explain, rank_table
 from guozhuang.units import merged, ranks_text
 from guozhuang.watch.judge import Beat, Judge
-from guozhuang.watch.stacks import OWN_THREADS
+from guozhuang.watch.stacks import OWN_THREADS, place_of_error
 
 EXIT_CODE = 75
 # The time limit of each step of ``end``: the main thread may hold the lock of the log or of stdout for ever.
@@ -60,6 +60,22 @@ def is_mismatch(troubled: Mapping[int, str]) -> bool:
     What else is known of the ranks could only contradict it: they all failed in one call, at places of their own.
     """
     return any(text.startswith(MismatchError.__name__) for text in troubled.values())
+
+
+def sentence(error: BaseException, rank: int, lost: Sequence[int]) -> str:
+    """Return one sentence for an error of gloo, whose own text begins with a place in C++ and names no rank.
+
+    Args:
+        error: the error, as gloo raised it.
+        rank: this rank.
+        lost: the ranks that are known to be lost.
+    """
+    why = re.sub(r"^\[\S*\] ", "", str(error).strip().partition("\n")[0])
+    what = f"{place_of_error(error).text or 'a collective'} failed: {why}"
+    if not lost:
+        return explain(what, rank=rank, fix="look for the first error in the output of all ranks")
+    what += f"; {ranks_text(lost)} {'is' if len(lost) == 1 else 'are'} lost"
+    return explain(what, rank=rank, fix="look whether that node is up, and at the network to it")
 
 
 def _first(lines: Sequence[str]) -> list[str]:

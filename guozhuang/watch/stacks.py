@@ -89,13 +89,18 @@ def place_of_error(error: BaseException) -> CodePlace:
 
 def is_of_a_collective(error: BaseException) -> bool:
     """Return whether ``error`` was raised by communication with other ranks, so that its cause may be on another rank."""
-    text = str(error)
     return (
         isinstance(error, WorldError | dist.DistError)
         or bool(place_of_error(error).waits_in)
         # The backward pass waited in C++ for a collective that failed: no Python frame of the collective is on the stack.
-        or (isinstance(error, RuntimeError) and ("gloo/transport" in text or "NCCL" in text))
+        or is_of_gloo(error)
+        or (isinstance(error, RuntimeError) and "NCCL" in str(error))
     )
+
+
+def is_of_gloo(error: BaseException) -> bool:
+    """Return whether gloo raised ``error`` because a connection broke, or a peer did not answer in time."""
+    return isinstance(error, RuntimeError) and "gloo/transport" in str(error)
 
 
 def _calls_of_error(error: BaseException) -> list[tuple[CodeType, int | None]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import logging
 import math
 import os
@@ -19,12 +20,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from guozhuang.errors import UsageError, explain
+from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.world.connecting import check_settings, check_ways, make_group, settings
 from guozhuang.world.devices import (
@@ -214,6 +215,7 @@ def _start_heartbeat(
         behind_door=behind_door,
         error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
     )
+    sys.excepthook = functools.partial(_show_error, sys.excepthook)
 
 
 def _stop_heartbeat(error: BaseException | None = None) -> None:
@@ -222,8 +224,22 @@ def _stop_heartbeat(error: BaseException | None = None) -> None:
         running.stop(error)
 
 
+def _show_error(show: Callable[..., None], kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Show an uncaught error of gloo as one sentence, below Python's own frames; and others as they are, by ``show``."""
+    running = _session.heartbeat
+    if running is not None:
+        from guozhuang.watch import report, stacks
+
+        if stacks.is_of_gloo(error):
+            _stop_heartbeat(error)  # it waits for the report of the ranks that are lost
+            kind, error = WorldError, WorldError(report.sentence(error, running.rank, running.lost()))
+    show(kind, error, trace)
+
+
 def _forget() -> None:
     _stop_heartbeat()
+    if isinstance(sys.excepthook, functools.partial) and sys.excepthook.func is _show_error:
+        sys.excepthook = sys.excepthook.args[0]
     _restore_interfaces()
     _session.world = None
     _session.made_group = False

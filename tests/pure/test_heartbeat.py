@@ -23,6 +23,7 @@ from guozhuang.watch.judge import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
 from guozhuang.watch.report import hang, held_up_by, last_line, losses, table, trouble
 from guozhuang.watch.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, stacks_text
 from guozhuang.watch.watcher import Watcher, WatcherStatus, look_at_neighbours
+from guozhuang.world import session
 from tests.waiting import until
 
 LIMITS = Limits.of(1.0)
@@ -386,6 +387,29 @@ def test_an_error_of_our_own_is_called_so(caplog: pytest.LogCaptureFixture) -> N
     [record] = caplog.records
     assert "ended by an error of its own" in record.getMessage() and record.exc_info
     assert "gone" not in caplog.text
+
+
+def test_an_uncaught_error_of_gloo_is_a_sentence_that_names_who_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo tells a place in C++, and a port in place of a rank."""
+    shown: list[str] = []
+    stopped: list[BaseException] = []
+    uncaught = failure_of_a_collective()
+    for lost, rest in (
+        ((), "Fix: look for the first error"),
+        ((1,), "; rank 1 is lost. Fix: look whether that node is up"),
+    ):
+        one = made_heart(dist.HashStore())
+        one._status = WatcherStatus(1, 0, lost=lost)
+        monkeypatch.setattr(one, "stop", stopped.append)
+        monkeypatch.setattr(session._session, "heartbeat", one)
+        for error in (uncaught, ValueError("boom")):
+            session._show_error(
+                lambda kind, error, _: shown.append(f"{kind.__name__}: {error}"), type(error), error, None
+            )
+        told, other = shown[-2:]
+        assert told.startswith("WorldError: [rank 0] a collective failed: Connection reset by peer") and rest in told
+        assert other == "ValueError: boom"
+    assert stopped == [uncaught, uncaught], "it waits for the report first"
 
 
 def test_nobody_waits_for_a_report_that_came_before() -> None:

@@ -55,4 +55,3 @@ def choose(
             lines.append(f"\n  from {name}: not {', not '.join(missed)}")
     fix = "open the firewall between them, or give --interface, --master-addr or --master-port"
     return f"cannot be reached by all others at one address. Fix: {fix}.{''.join(lines)}"
-
