@@ -2,7 +2,7 @@
 
 [Note: who writes what] Rank 0 writes what all ranks share, and each rank writes what is its own. The threads of the ranks agree
 through the store, never by a collective, which would come between those of the training. Rank 0 makes the partial folder and
-posts the hashes of its tensors. The others compare the hashes of their replicas with them; they leave out those tensors of
+posts the hashes of its tensors. The others meanwhile hash theirs, and compare their replicas; they leave out those tensors of
 their own that equal rank 0's under the same name; they write, and post what they wrote, or why they could not. If every
 rank has written, rank 0 makes the checkpoint whole (see [Note: whole or not at all] in folder.py) and posts the outcome.
 A save that fails is given up on all ranks: the training goes on, unless replicas differ, which no later step would mend.
@@ -239,7 +239,7 @@ class Saver:
                 self._is_clean = True
             partial = self.folder.begin(step)
             if board.size > 1:
-                digests = {k: digest(t) for part in (snapshot.shared, snapshot.own) for k, t in part.tensors.items()}
+                digests = _digests(snapshot)
         except Exception as error:
             failure = _why(error)
         names = [f"{step}/hashes", f"{step}/outcome", *(f"{step}/written/{rank}" for rank in range(1, board.size))]
@@ -273,30 +273,32 @@ class Saver:
     def _save_mine(self, save: _Save, snapshot: Snapshot) -> None:
         """Another rank: compare the replicas with rank 0's, and write what is this rank's own."""
         board, step = self.board, snapshot.step
+        digests = _digests(snapshot)
         theirs = board.read(f"{step}/hashes", LIMIT_S, "rank 0")
         told: dict[str, Any] = {"failure": "", "differ": [], "files": {}}
         if not theirs["failure"]:
             try:
                 known = theirs["digests"]
-                told["differ"] = [k for k, tensor in snapshot.shared.tensors.items() if digest(tensor) != known.get(k)]
+                told["differ"] = [key for key in snapshot.shared.tensors if digests[key] != known.get(key)]
                 if snapshot.shared.tensors and theirs["plain"] != _plain(snapshot):
                     told["differ"].append("plain values of the optimizer, as learning rates")
                 if not told["differ"]:
-                    told["files"] = self._write_own(snapshot, known, theirs["kinds"])
+                    told["files"] = self._write_own(snapshot, digests, known, theirs["kinds"])
             except Exception as error:
                 told["failure"] = _why(error)
         board.post(f"{step}/written/{board.rank}", told)
         outcome = board.read(f"{step}/outcome", 2 * LIMIT_S, "rank 0")
         save.failure, save.differ = outcome["failure"], outcome["differ"]
 
-    def _write_own(self, snapshot: Snapshot, known: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, Facts]:
+    def _write_own(
+        self, snapshot: Snapshot, digests: Mapping[str, str], known: Mapping[str, str], kinds: Mapping[str, str]
+    ) -> dict[str, Facts]:
         rank = self.board.rank
         partial = self.folder.partial(snapshot.step)
         if not partial.is_dir():
             what = f"{socket.gethostname()} does not see the folder that rank 0 made"
             raise CheckpointError(explain(what, value=str(partial), fix="give a folder that all nodes share"))
         as_rank_0 = {key: f"rank-0{key.removeprefix(f'rank-{rank}')}" for key in snapshot.own.tensors}
-        digests = {key: digest(tensor) for key, tensor in snapshot.own.tensors.items()}
         own = snapshot.own.tensors
         alike = {
             key
@@ -320,6 +322,10 @@ class Saver:
         """Remove what was posted two saves ago: every rank has read it, because it takes part in this save."""
         while len(self._names) > 1:
             self.board.forget(*self._names.pop(0))
+
+
+def _digests(snapshot: Snapshot) -> dict[str, str]:
+    return {key: digest(t) for part in (snapshot.shared, snapshot.own) for key, t in part.tensors.items()}
 
 
 def _kind(tensor: Tensor) -> str:
