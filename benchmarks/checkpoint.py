@@ -5,9 +5,12 @@
 Two ranks under `ddp`, a model of linear layers with AdamW. All contenders live in the same processes and take turns, round
 after round. A window is so many steps, with one checkpoint after the third; it ends when its last step does. Printed are
 medians over rounds: how long the call that saves held the training up; how much longer the whole window took than the same
-window without a checkpoint in the same round, which counts what the background steals from the steps; and the time from the
-call until the checkpoint was complete. Copying the state in memory, to pages that are there already, is the measure for the
-first.
+window without a checkpoint in the same round, which counts what the background steals from the steps; the time from the
+call until all files were flushed to the disk (of `gz.save`: when it begins to write the manifest); and until it was complete.
+
+Two contenders are measures. "copy" copies the state in memory on each rank, to pages that are there already. "write" has a
+thread of rank 0 write as many bytes to one file and flush it, which is the rate of the disk beside this training. The medians
+of the ratios to them in the same round are "/ copy" and "of the disk's rate", until flushed and until complete.
 
 Only `gz.save` flushes its files and folders to the disk before it calls a checkpoint complete, writes hashes, compares the
 replicas, and reads back; `torch.save` does none of that, and `torch.distributed.checkpoint` flushes its files. Both are
@@ -23,6 +26,7 @@ import shutil
 import socket
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +43,8 @@ import guozhuang as gz
 from guozhuang.checkpoint import run as of_run
 
 RANKS, BATCH, NUM_LAYERS, SAVES_AFTER = 2, 32, 16, 3
-CONTENDERS = ("nothing", "gz.save", "torch.save", "dcp.save", "dcp.async_save")
+CONTENDERS = ("nothing", "copy", "write", "gz.save", "torch.save", "dcp.save", "dcp.async_save")
+PIECE_BYTES = 1 << 20
 
 
 class Training:
@@ -54,6 +59,7 @@ class Training:
         self.rank, self.folder, self.number = rank, folder, 0
         self.group = dist.new_group(backend="gloo")  # async_save's collectives run in a thread
         self.waits: Callable[[], Any] = lambda: None
+        self.copies: list[Tensor] = []
 
     def step(self) -> None:
         self.model(self.x).square().mean().backward()
@@ -64,7 +70,14 @@ class Training:
         """Save, or begin to; ``waits`` then waits until the checkpoint is complete."""
         self.number += 1
         path, self.waits = self.folder / f"{how}-{self.number}", lambda: None
-        if how == "gz.save":
+        if how == "copy":
+            self.copy()
+        elif how == "write":
+            if self.rank == 0:
+                writes = threading.Thread(target=self.write, args=(path,))
+                writes.start()
+                self.waits = writes.join
+        elif how == "gz.save":
             path = self.folder.parent / how  # one folder for all, as in a training
             gz.save(path, wait=False)
             self.waits = of_run._saving.savers[path.absolute()].wait
@@ -86,36 +99,42 @@ class Training:
     def window(self, how: str, num_steps: int) -> dict[str, float]:
         """Train for a window with one checkpoint; every rank must call."""
         dist.barrier()
-        began_s, blocked_s, saved_s = time.perf_counter(), 0.0, 0.0
+        began_s, blocked_s, saved_s, saved_at = time.perf_counter(), 0.0, 0.0, 0.0
         for number in range(num_steps):
             self.step()
             if number + 1 == SAVES_AFTER and how != "nothing":
-                saved_s = time.perf_counter()
+                saved_s, saved_at = time.perf_counter(), time.time()
                 self.save(how)
                 blocked_s = time.perf_counter() - saved_s
         took_s = time.perf_counter() - began_s
         self.waits()
         complete_s = time.perf_counter() - saved_s if how != "nothing" else 0.0
+        flushed_s = complete_s
         dist.barrier()
         if self.rank == 0:
+            for manifest in self.folder.parent.glob("gz.save/step-*/manifest.json"):
+                flushed_s = manifest.stat().st_mtime - saved_at
             for each in [*self.folder.iterdir(), *self.folder.parent.glob("gz.save/step-*")]:
-                shutil.rmtree(each)
-        return {"took_s": took_s, "blocked_s": blocked_s, "complete_s": complete_s}
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+        return {"took_s": took_s, "blocked_s": blocked_s, "flushed_s": flushed_s, "complete_s": complete_s}
 
-    def copied_s(self) -> float:
-        """Return how long a copy of the state in memory takes."""
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copy the state in memory."""
         tensors: list[Tensor] = list(self.bare.parameters())
         tensors += [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-        places = [torch.empty_like(t) for t in tensors]
-        took = []
-        with torch.no_grad():
-            for _ in range(4):
-                dist.barrier()
-                began_s = time.perf_counter()
-                for place, tensor in zip(places, tensors, strict=True):
-                    place.copy_(tensor)
-                took.append(time.perf_counter() - began_s)
-        return min(took[1:])
+        self.copies = self.copies or [torch.empty_like(t) for t in tensors]
+        for place, tensor in zip(self.copies, tensors, strict=True):
+            place.copy_(tensor)
+
+    def write(self, path: Path) -> None:
+        """Write the copy of the state to a file, and flush it to the disk."""
+        with open(path, "xb", buffering=0) as file:
+            for tensor in self.copies:
+                data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+                for first in range(0, len(data), PIECE_BYTES):
+                    file.write(data[first : first + PIECE_BYTES])
+            os.fsync(file.fileno())
 
 
 def measure(rank: int, port: int, rounds: int, num_steps: int, width: int, folder: str, result: str) -> None:
@@ -132,10 +151,9 @@ def measure(rank: int, port: int, rounds: int, num_steps: int, width: int, folde
             one = training.window(name, num_steps)
             if number:  # the first round warms up
                 found[name].append(one)
-    copied_s = training.copied_s()
     if rank == 0:
         num_bytes = 12 * sum(p.numel() for p in training.bare.parameters())
-        Path(result).write_text(json.dumps({"windows": found, "copied_s": copied_s, "state_bytes": num_bytes}))
+        Path(result).write_text(json.dumps({"windows": found, "state_bytes": num_bytes}))
     gz.shutdown()
 
 
@@ -157,18 +175,30 @@ def main() -> None:
         found = json.loads(result.read_text())
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
-    windows, copied_s = found["windows"], found["copied_s"]
-    alone = [one["took_s"] for one in windows["nothing"]]
-    print(f"state of {found['state_bytes'] / 2**20:.0f} MiB; copied in memory in {1e3 * copied_s:.0f} ms; ", end="")
-    print(f"a step takes {1e3 * statistics.median(alone) / options.steps:.0f} ms")
-    print(f"{'':16}{'blocked':>10}{'/ copy':>8}{'window longer by':>18}{'complete after':>16}")
+    windows = found["windows"]
+
+    def seconds(name: str, key: str) -> list[float]:
+        return [one[key] for one in windows[name]]
+
+    def ratio(above: list[float], below: list[float]) -> float:
+        return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+    median = statistics.median
+    copied_s, alone = seconds("copy", "blocked_s"), seconds("nothing", "took_s")
+    written_s, size = seconds("write", "complete_s"), found["state_bytes"] / 2**20
+    print(f"state of {size:.0f} MiB, copied in memory in {1e3 * median(copied_s):.0f} ms; ", end="")
+    print(
+        f"a step takes {1e3 * median(alone) / options.steps:.0f} ms; the disk takes {size / median(written_s):.0f} MiB/s"
+    )
+    print(
+        f"{'':16}{'blocked':>10}{'/ copy':>8}{'window longer by':>18}{'flushed':>12}{'complete':>12}   of the disk's rate"
+    )
     for name in CONTENDERS[1:]:
-        blocked = statistics.median(one["blocked_s"] for one in windows[name])
-        longer = statistics.median(one["took_s"] - other for one, other in zip(windows[name], alone, strict=True))
-        complete = statistics.median(one["complete_s"] for one in windows[name])
-        print(
-            f"{name:16}{1e3 * blocked:7.0f} ms{blocked / copied_s:8.2f}{1e3 * longer:15.0f} ms{1e3 * complete:13.0f} ms"
-        )
+        blocked, flushed, complete = (seconds(name, key) for key in ("blocked_s", "flushed_s", "complete_s"))
+        longer = median(a - b for a, b in zip(seconds(name, "took_s"), alone, strict=True))
+        print(f"{name:16}{1e3 * median(blocked):7.0f} ms{ratio(blocked, copied_s):8.2f}{1e3 * longer:15.0f} ms", end="")
+        print(f"{1e3 * median(flushed):9.0f} ms{1e3 * median(complete):9.0f} ms", end="")
+        print(f"{100 * ratio(written_s, flushed):6.0f} % / {100 * ratio(written_s, complete):.0f} %")
 
 
 if __name__ == "__main__":
