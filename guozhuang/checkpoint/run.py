@@ -6,13 +6,14 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from guozhuang.checkpoint.schedule import SaveTimes
 from guozhuang.checkpoint.state import Flat, TrainingState, Values, place
 from guozhuang.errors import CheckpointError, UsageError, explain
 from guozhuang.groups.subgroups import timeout_s
+from guozhuang.net.end_request import EndRequest
 from guozhuang.registry import registry
 from guozhuang.world import before_leaving, requested_checkpoint
 from guozhuang.world.versions import default_store
@@ -42,6 +44,7 @@ class _Saving:
         savers: by their folders.
         schedule: when to save without being asked; None before :func:`begin`, or if it was not requested.
         folder: where the schedule saves.
+        end_request: on rank 0, the launcher's request to save and end; None where no launcher could make one.
         has_skipped: whether a save was left out because of a slow disk; that is said once.
         has_begun: whether the requested checkpoint was looked for.
         restored_from: the path that was given to the last :func:`restore`.
@@ -54,6 +57,7 @@ class _Saving:
     savers: dict[Path, Saver] = field(default_factory=dict)
     schedule: SaveTimes | None = None
     folder: Path | None = None
+    end_request: EndRequest | None = None
     has_begun: bool = False
     has_skipped: bool = False
     restored_from: Path | None = None
@@ -95,7 +99,8 @@ def epochs(num_epochs: int, **values: Any) -> Iterator[int]:
 
     Under ``guozhuang run --checkpoint DIR`` the first loop restores the newest whole checkpoint of DIR before its first epoch,
     so everything must have been prepared and kept by then. Checkpoints are saved between steps as asked, and after the last
-    epoch. An epoch that was interrupted comes again; ``gz.loader`` gives its remaining batches.
+    epoch. An epoch that was interrupted comes again; ``gz.loader`` gives its remaining batches. If the launcher gets SIGTERM
+    meanwhile, all ranks save after the same step, and end with SystemExit.
 
     Args:
         num_epochs: how many epochs the whole training has.
@@ -111,13 +116,16 @@ def epochs(num_epochs: int, **values: Any) -> Iterator[int]:
     _saving.num_loops += 1
     state.epochs += [0] * (loop + 1 - len(state.epochs))
     last_saved = state.step
-    for epoch in range(state.epochs[loop], num_epochs):
-        state.epochs[loop], state.is_in_epoch = epoch, True
-        yield epoch
-        state.epochs[loop], state.is_in_epoch = epoch + 1, False
-        if any(loader.sampler.ends == "uneven" for loader in registry.loaders):
-            registry.has_stepped = any(_of_all(registry.has_stepped))  # a rank without a batch takes part in the pause
-        registry.pause()
+    request = _saving.end_request
+    with contextlib.nullcontext() if request is None else request.awaited():
+        for epoch in range(state.epochs[loop], num_epochs):
+            state.epochs[loop], state.is_in_epoch = epoch, True
+            yield epoch
+            state.epochs[loop], state.is_in_epoch = epoch + 1, False
+            if any(loader.sampler.ends == "uneven" for loader in registry.loaders):
+                # A rank without a batch takes part in the pause of the others.
+                registry.has_stepped = any(_of_all(registry.has_stepped))
+            registry.pause()
     if _saving.folder is not None and state.step > last_saved:
         with contextlib.suppress(CheckpointError):  # the log has said why; the training itself is complete
             save(_saving.folder)
@@ -300,7 +308,9 @@ def begin() -> None:
         _saving.folder not in (began, began.parent) and _steps_of_first(CheckpointFolder(_saving.folder))
     ):
         restore(_saving.folder)
-    _saving.schedule = SaveTimes(asked.every_steps, asked.every_s, _saver(_saving.folder).board, _limit_s())
+    request = _saving.end_request = EndRequest(default_store()) if rank == 0 and dist.is_initialized() else None
+    board, must_end = _saver(_saving.folder).board, None if request is None else request.is_made
+    _saving.schedule = SaveTimes(asked.every_steps, asked.every_s, board, _limit_s(), must_end)
 
 
 def begin_session() -> None:
@@ -322,21 +332,33 @@ def _on_pause() -> None:
         what = "a checkpoint was asked for, and the script began to train without looking for the last one"
         fix = "write `for epoch in gz.epochs(n)` in place of `range(n)`, after everything was prepared"
         raise UsageError(explain(what, value="--checkpoint", fix=fix))
-    if _saving.schedule is not None and _saving.folder is not None and _saving.schedule.is_due(state.step):
+    schedule = _saving.schedule
+    if schedule is not None and _saving.folder is not None and schedule.is_due(state.step):
         saver, (rank, _) = _saver(_saving.folder), place()
         board = saver.board
         if rank == 0:
-            board.post(f"{state.step}/go", not saver.is_busy)
+            board.post(f"{state.step}/go", schedule.is_last or not saver.is_busy)
         if board.read(f"{state.step}/go", _limit_s(), "rank 0"):
             saver.wait()
-            _saving.schedule.saved()
+            schedule.saved()
             _start(saver)
+            if schedule.is_last:
+                _end(saver)
             return
         _saving.state.settle()
         if rank == 0:
             what = "no checkpoint of step %d was saved: the one before is still being written, so the disk is too slow for %s"
-            _log.log(logging.DEBUG if _saving.has_skipped else logging.WARNING, what, state.step, _saving.schedule)
+            _log.log(logging.DEBUG if _saving.has_skipped else logging.WARNING, what, state.step, schedule)
             _saving.has_skipped = True
+
+
+def _end(saver: Saver) -> NoReturn:
+    """End this process when the save in progress has ended, because the launcher got SIGTERM. Every rank must call it."""
+    saver.wait()
+    if not saver.outcome() and place()[0] == 0:  # a failure is in the log already
+        where = saver.folder.of(_saving.state.step)
+        _log.warning("the run was asked to end, and %s is saved; the same command goes on from there", where)
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _start(saver: Saver) -> None:

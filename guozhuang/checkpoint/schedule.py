@@ -1,8 +1,9 @@
-"""When to save: after a number of steps, or of seconds; decided so that all ranks save after the same step.
+"""When to save: after a number of steps, or of seconds, or when asked to end; all ranks save after the same step.
 
 [Note: all ranks save after the same step] A save by number of steps needs no message: ranks count alike. A save by time does,
-because clocks differ, and a collective or an answer per step would cost too much. So rank 0 decides ahead. Certain steps are
-*checks*; at each check rank 0 posts whether all shall save at the next check, and which step the check after that one is. When
+because clocks differ, and so does the last one of a run that its launcher asks to end. A collective or an answer per step would
+cost too much, so rank 0 decides ahead. Certain steps are *checks*; at each check rank 0 posts whether all shall save at the
+next check, whether they shall end then, and which step the check after that one is. When
 the other ranks come to the next check this was posted a second ago, so reading it takes a fraction of a millisecond. Rank 0
 chooses checks about a second apart by the duration of its steps, and at most 64 steps, so that a sudden slowness delays
 a save by no more than that. A rank that is ahead of rank 0 (under asynchronous methods) waits at a check.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from guozhuang.checkpoint.saver import Board
 from guozhuang.units import duration
@@ -29,7 +31,11 @@ class SaveTimes:
         seconds: save when so many seconds have passed since the last save; read on rank 0 only.
         board: how ranks agree.
         limit_s: the longest wait for rank 0's decision.
+        must_end: tells whether the run is asked to end; called on rank 0 only. None: it never is.
         clock: gives seconds; tests replace it.
+
+    Attributes:
+        is_last: whether the save that is due is the last one, because the run is asked to end.
     """
 
     def __init__(
@@ -38,12 +44,15 @@ class SaveTimes:
         seconds: float | None,
         board: Board,
         limit_s: float,
+        must_end: Callable[[], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert (steps is None) != (seconds is None)
         self._steps, self._seconds, self._board, self._limit_s, self._clock = steps, seconds, board, limit_s, clock
+        self._must_end = must_end
+        self.is_last = False
         self._check: int | None = None  # the next check; None before the first step
-        self._posted = {"save": False, "next": 0}  # what rank 0 posted for the next check
+        self._posted: dict[str, Any] = {}  # what rank 0 posted for the next check
         self._last_s = self._looked_s = clock()  # when the last save was, and the last check
         self._looked_at = 0  # the step of the last check
         self._names: list[list[str]] = [[], []]  # what was posted before the last save but one, and since
@@ -54,39 +63,38 @@ class SaveTimes:
         Raises:
             CheckpointError: rank 0's decision did not come in time.
         """
-        if self._seconds is None:
-            assert self._steps is not None
-            return step % self._steps == 0
+        is_counted = self._steps is not None and step % self._steps == 0
         if self._check is not None and step < self._check:
-            return False
+            return is_counted
         if self._check is None:  # the first step is a check of which all ranks know without a message
-            self._posted = told = {"save": False, "next": step + 1}
+            told: dict[str, Any] = {"save": False, "end": False, "next": step + 1}
             self._looked_at, self._looked_s = step - 1, self._clock()
         elif self._board.rank == 0:
             told = self._posted
         else:
             told = self._board.read(f"check/{step}", self._limit_s, "rank 0")
-        self._check = told["next"]
+        self._check, self.is_last = told["next"], told["end"]
         if self._board.rank == 0:
-            self._decide(step, told["next"], self._seconds)
-        return bool(told["save"])
+            self._decide(step, told["next"])
+        return is_counted or bool(told["save"])
 
     def saved(self) -> None:
         """Record that all ranks save now; what was posted before the last save but one was read by all of them."""
         self._board.forget(*self._names[0])
         self._names = [self._names[1], []]
 
-    def _decide(self, step: int, check: int, seconds: float) -> None:
+    def _decide(self, step: int, check: int) -> None:
         """On rank 0, at the check after ``step``: decide whether to save at the next check, and which one follows it."""
         now = self._clock()
         per_step_s = (now - self._looked_s) / (step - self._looked_at)
         self._looked_at, self._looked_s = step, now
         ahead = max(1, min(_MAX_CHECK_STEPS, round(_CHECK_EVERY_S / per_step_s))) if per_step_s > 0 else 1
         expected_s = now + (check - step) * per_step_s
-        saves = expected_s - self._last_s >= seconds
+        ends = self._must_end is not None and self._must_end()
+        saves = ends or (self._seconds is not None and expected_s - self._last_s >= self._seconds)
         if saves:
             self._last_s = expected_s
-        self._posted = {"save": saves, "next": check + ahead}
+        self._posted = {"save": saves, "end": ends, "next": check + ahead}
         self._board.post(f"check/{check}", self._posted)
         self._names[1].append(f"check/{check}")
 

@@ -75,7 +75,7 @@ class Job:
         self, max_restarts: int, shutdown_s: float, policy: Policy = Policy.RESTART_ALL, held_s: float = 0.0
     ) -> None:
         self.max_restarts = self.restarts_left = max_restarts
-        self._shutdown_s, self._policy, self._held_s = shutdown_s, policy, held_s
+        self.shutdown_s, self._policy, self._held_s = shutdown_s, policy, held_s
         self._held_since: dict[int, float] = {}
         self.begin(())
 
@@ -104,12 +104,20 @@ class Job:
         self.living.discard(rank)
         self.codes[rank] = code
 
-    def interrupt(self, number: int, now: float) -> None:
-        """Record a signal to the agent that ends the run: the ranks get the signal too; a second one kills them at once."""
+    def interrupt(self, number: int, now: float, ranks_know: bool = False) -> None:
+        """Record a signal to the agent that ends the run: the ranks get the signal too; a second one kills them at once.
+
+        Args:
+            number: the signal.
+            now: the time.
+            ranks_know: the ranks were asked in another way to end; they get no signal but SIGKILL after ``shutdown_s``.
+        """
         if self._outcome is Outcome.STOPPED:
             self._kill_at = now
             return
         self._stop_ranks(Outcome.STOPPED, number, now)
+        if ranks_know:
+            self._pending.clear()
         if number == signal.SIGINT:
             self._term_at = now + INTERRUPT_S
 
@@ -159,6 +167,6 @@ class Job:
 
     def _stop_ranks(self, outcome: Outcome, number: int, now: float) -> None:
         self._outcome = outcome
-        self._kill_at = now + self._shutdown_s
+        self._kill_at = now + self.shutdown_s
         if self.living:
             self._pending.append(Send(tuple(sorted(self.living)), number))

@@ -75,7 +75,7 @@ class LocalRun(NodeRun):
             except SignalledError as error:
                 if error.number == signal.SIGINT:
                     self._output.interrupted()
-                self._job.interrupt(error.number, time.monotonic())
+                self._job.interrupt(error.number, time.monotonic(), self._ask_to_end(error))
                 self._end_ranks()
                 self._give_up(f"its agent {error}", 128 + error.number)
                 raise
@@ -91,6 +91,15 @@ class LocalRun(NodeRun):
         """Report to the other nodes that this one aborts the run; otherwise they would wait for its ranks."""
         if self._rendezvous is not None:
             self._rendezvous.give_up(text, code, False)
+
+    def _ask_to_end(self, error: SignalledError) -> bool:
+        """Ask the ranks to save a checkpoint and to end, if the signal is SIGTERM; return whether they will."""
+        rendezvous = self._rendezvous
+        if error.number != signal.SIGTERM or self._job.failed or rendezvous is None or not rendezvous.ask_to_end():
+            return False
+        limit = f"they have {self._job.shutdown_s:g} s (--shutdown-timeout), and a second signal ends them at once"
+        self._output.say(f"{error}; all ranks save a checkpoint after the same step and end; {limit}")
+        return True
 
     def _attempts(self, rendezvous: FixedRendezvous) -> RunReport:
         share = NodeShare(self._plan.num_local_ranks, self._plan.num_servers, self._config.role)

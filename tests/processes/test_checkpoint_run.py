@@ -36,7 +36,7 @@ for seed in (torch.manual_seed, random.seed, np.random.seed):
 model, optimizer = gz.prepare(model, optimizer)
 kept = gz.keep(scheduler=scheduler, sums=0.0)
 batches = gz.loader(torch.utils.data.TensorDataset(x, x.sum(1) > 0), batch_size=2)
-for epoch in gz.epochs(4):
+for epoch in gz.epochs(int(os.environ.get("EPOCHS", 4))):
     for a, b in batches:
         loss = nn.functional.cross_entropy(model(a + random.random() * np.random.rand()), b.long())
         loss.backward()
@@ -47,6 +47,8 @@ for epoch in gz.epochs(4):
         time.sleep(0.01)
         if kept.sums and "BEGAN" in os.environ:
             open(os.environ.pop("BEGAN") + f"/{os.getpid()}", "w").close()
+        if "STUCK" in os.environ:
+            time.sleep(60)
 model.eval()
 found = hashlib.sha256()
 for tensor in (*model.parameters(), *model.buffers()):
@@ -92,6 +94,37 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path, strategy, n
     assert len(folder.steps()) == 3 and not list(folder.path.glob("*.partial"))
     for step in folder.steps():
         verify(folder.of(step))
+
+
+@pytest.mark.slow
+def test_a_launcher_that_gets_sigterm_lets_all_ranks_save_and_the_same_command_goes_on(tmp_path) -> None:
+    script, began = write(tmp_path, SCRIPT), tmp_path / "began"
+    began.mkdir()
+    options = ("run", "-np", 2, "--every", "1000steps", "--checkpoint")
+    more = {"folder": tmp_path, "EPOCHS": "5", "BEGAN": str(began)}
+    expected = results(guozhuang(*options, tmp_path / "a", script, **more).stdout)  # type: ignore[arg-type]
+
+    def ended_by_sigterm(folder: str, num_signals: int, **env: str) -> None:
+        for path in began.iterdir():
+            path.unlink()
+        with Launched(*options, tmp_path / folder, script, **more, **env) as launched:  # type: ignore[arg-type]
+            launched.until(lambda: len(list(began.iterdir())) == 2)
+            launched.send(signal.SIGTERM)
+            launched.until(lambda: "all ranks save a checkpoint after the same step" in launched.printed)
+            for _ in range(num_signals - 1):
+                launched.send(signal.SIGTERM)
+            done = launched.wait(25)  # and not after the 30 s that ranks have
+            assert not launched.left()
+        assert done.returncode == 128 + signal.SIGTERM, done
+        assert ("was asked to end, and" in done.stderr) == (num_signals == 1), done
+
+    ended_by_sigterm("b", 1)
+    (step,) = CheckpointFolder(tmp_path / "b").steps()
+    assert 0 < step < 200
+    done = guozhuang(*options, tmp_path / "b", script, **more)  # type: ignore[arg-type]
+    assert f"step-{step}, saved" in done.stderr and results(done.stdout) == expected and len(expected) == 2
+    ended_by_sigterm("c", 2, STUCK="1")
+    assert CheckpointFolder(tmp_path / "c").steps() == []
 
 
 @pytest.mark.slow

@@ -348,7 +348,10 @@ def test_intervals_that_cannot_be(text) -> None:
 @pytest.mark.parametrize("step_s", [0.001, 0.3, 7.0])
 def test_all_ranks_save_after_the_same_step_whatever_their_clocks_say(step_s) -> None:
     store, now = torch.distributed.HashStore(), [0.0]
-    ranks = [SaveTimes(None, 60.0, Board(store, rank, 3), 5.0, lambda r=rank: now[0] + 1000 * r) for rank in range(3)]  # type: ignore[misc]
+    ranks = [
+        SaveTimes(None, 60.0, Board(store, rank, 3), 5.0, clock=lambda r=rank: now[0] + 1000 * r)  # type: ignore[misc]
+        for rank in range(3)
+    ]
     due: list[float] = []
     for step in range(1, round(400 / step_s)):
         now[0] += step_s
@@ -361,6 +364,23 @@ def test_all_ranks_save_after_the_same_step_whatever_their_clocks_say(step_s) ->
     gaps = [b - a for a, b in zip([0.0, *due], due, strict=False)]
     assert len(due) >= 5 and all(58 <= gap <= 60 + 3 * max(1.0, step_s) for gap in gaps), gaps
     assert store.num_keys() < 5 + 3 * 60 / min(1.0, 64 * step_s)  # what was read is removed
+
+
+@pytest.mark.parametrize(("every", "step_s"), [((100, None), 0.01), ((None, 300.0), 0.01), ((7, None), 9.0)])
+def test_all_ranks_save_for_the_last_time_after_the_same_step(every, step_s) -> None:
+    store, now, asked = torch.distributed.HashStore(), [0.0], []
+    boards = [Board(store, rank, 3) for rank in range(3)]
+    ranks = [SaveTimes(*every, board, 5.0, lambda: bool(asked), lambda: now[0]) for board in boards]
+    for step in range(1, 1000):
+        now[0] += step_s
+        told = {(each.is_due(step), each.is_last) for each in ranks}
+        assert len(told) == 1
+        if step == 205:
+            asked.append(now[0])
+        if told == {(True, True)}:
+            break
+        assert (True, True) not in told and (every[0] is None or told == {(step % every[0] == 0, False)})
+    assert asked and now[0] - asked[0] <= 2 * max(1.0, step_s)
 
 
 def test_a_rank_that_gets_no_decision_says_who_did_not_decide() -> None:

@@ -77,6 +77,17 @@ def test_a_rank_whose_replacement_was_not_started_is_not_waited_for() -> None:
     assert job.turn(1.0) == [Over(Outcome.STOPPED)]
 
 
+def test_ranks_that_save_and_end_by_themselves_get_no_signal_but_the_last() -> None:
+    for second, killed in ((None, 31.0), (7.0, 7.0)):
+        job = begun(2)
+        job.interrupt(TERM, 1.0, ranks_know=True)
+        assert job.turn(1.0) == [] and end(job, {1: 143}, 6.9) == []
+        if second is not None:
+            job.interrupt(TERM, second)
+        assert job.turn(killed - 0.1) == [] and job.turn(killed) == [Send((0,), KILL)]
+        assert end(job, {0: -KILL}, killed) == [Over(Outcome.STOPPED)]
+
+
 def test_survivors_are_ended_when_no_restart_is_left() -> None:
     job = begun(policy=Policy.KEEP_SURVIVORS, max_restarts=1)
     assert end(job, {1: 7}, 1.0) == [Replace(1, 7)]

@@ -25,6 +25,7 @@ from guozhuang.launch.rendezvous.agents import SILENCE_S, OtherAgents, OtherNode
 from guozhuang.net import interfaces
 from guozhuang.net import store as stores
 from guozhuang.net.client import Client, PatientStore
+from guozhuang.net.end_request import ask_to_end
 from guozhuang.net.interfaces import LOOPBACK
 from guozhuang.net.meet import WorldStore, join, keep, tell_ended
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
@@ -274,11 +275,23 @@ class FixedRendezvous:
         """Report to the other nodes that this one aborts the run, and why; see ``OtherAgents.give_up``."""
         return None if self._others is None else self._others.give_up(text, code, is_reaction)
 
+    @property
+    def _of_ranks(self) -> PatientStore | dist.Store | None:
+        """The store in which the ranks meet; None before ``meet``."""
+        return self._shared.whole if self._shared is not None else self._kept.store if self._kept is not None else None
+
     def tell_ended(self, rank: int) -> None:
         """Tell the ranks of all nodes that a rank has ended with 0: those that still wait for it to join raise."""
-        store = self._shared.whole if self._shared is not None else self._kept.store if self._kept is not None else None
-        if store is not None:
+        if (store := self._of_ranks) is not None:
             tell_ended(store, rank)
+
+    def ask_to_end(self) -> bool:
+        """Ask the ranks of all nodes to save a checkpoint and to end; return False if they cannot: they do not train now, or
+        another node aborted the run or is lost.
+        """
+        with contextlib.suppress(WorldError, RuntimeError):
+            return (store := self._of_ranks) is not None and not self.must_restart() and ask_to_end(store)
+        return False
 
     def are_all_done(self) -> bool:
         """Report that the ranks of this node have ended with 0; return whether the ranks of all nodes have.
