@@ -151,15 +151,7 @@ def save(folder: str | os.PathLike[str], *, wait: bool = True) -> None:
     saver = _saver(Path(os.path.abspath(folder)))
     saver.wait()
     saver.outcome()
-    state = _saving.state
-    if registry.has_stepped:  # the step of this batch is complete, and its pause is still to come
-        state.step += 1
-        try:
-            _start(saver)
-        finally:
-            state.step -= 1
-    else:
-        _start(saver)
+    _start(saver)
     if wait:
         saver.wait()
         if failure := saver.outcome():
@@ -416,4 +408,5 @@ def _leave() -> None:
     if _saving.lock is not None:
         os.close(_saving.lock)
     registry.clear()
+    TrainingState.forget()
     vars(_saving).update(vars(_Saving()))

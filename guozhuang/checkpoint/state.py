@@ -18,7 +18,7 @@ import platform
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from guozhuang.checkpoint import trained as of_trained
 from guozhuang.checkpoint.tree import flatten, unflatten
 from guozhuang.errors import UsageError, explain
-from guozhuang.registry import Registry, Stateful, registry
+from guozhuang.registry import Stateful, registry
 
 _log = logging.getLogger("guozhuang")
 
@@ -88,8 +88,7 @@ class TrainingState(Stateful):
     ``state_dict`` and ``load_state_dict`` make it usable by ``torch.distributed.checkpoint``. Every rank must call them. The
     weights are tensors there; all else is bytes, of which each rank has its own under its own name.
 
-    Args:
-        of: where the objects are registered.
+    There is one in a process: every call of the class returns it, until the world is left.
 
     Attributes:
         step: the number of steps that were made; see [Note: between two steps] in registry.py.
@@ -98,13 +97,25 @@ class TrainingState(Stateful):
         is_in_epoch: whether the script is inside an epoch, which comes again after a resume; None: it counts epochs itself.
     """
 
-    def __init__(self, of: Registry = registry) -> None:
-        self.registry = of
-        self.step = 0
-        self.values = Values()
-        self.epochs: list[int] = []
-        self.is_in_epoch: bool | None = None
-        self._later: list[Any] = []  # states of loaders that the script has not made yet
+    _only: ClassVar[TrainingState | None] = None
+
+    step: int
+    values: Values
+    epochs: list[int]
+    is_in_epoch: bool | None
+    _later: list[Any]  # states of loaders that the script has not made yet
+
+    def __new__(cls) -> TrainingState:
+        """Return the state of this process."""
+        if cls._only is None:
+            cls._only = made = super().__new__(cls)
+            made.step, made.values, made.epochs, made.is_in_epoch, made._later = 0, Values(), [], None, []
+        return cls._only
+
+    @classmethod
+    def forget(cls) -> None:
+        """Let the next call begin anew, because the world was left."""
+        cls._only = None
 
     # ---- taking it ---------------------------------------------------------------------------------------------------------
 
@@ -124,11 +135,11 @@ class TrainingState(Stateful):
         self._check()
         rank, _ = place()
         with torch.no_grad():
-            found = [of_trained.capture(each, everywhere or rank == 0) for each in self.registry.trained]
+            found = [of_trained.capture(each, everywhere or rank == 0) for each in registry.trained]
             shared = {
-                "step": self.step,
+                "step": self.step + registry.has_stepped,  # the pause of a step that was made may be still to come
                 "epochs": self.epochs,
-                "loaders": [self._position(loader) for loader in self.registry.loaders],
+                "loaders": [self._position(loader) for loader in registry.loaders],
                 "trained": [each[0] for each in found],
             }
             own = {
@@ -149,14 +160,14 @@ class TrainingState(Stateful):
 
         It is called where a save is due and left out because of a slow disk, so that the disk does not change the training.
         """
-        for each in self.registry.trained:
+        for each in registry.trained:
             of_trained.settle(each)
 
     def about(self) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says about the run, and what decides which kernels compute."""
         return {
             "ranks": place()[1],
-            "strategies": [each.strategy for each in self.registry.trained],
+            "strategies": [each.strategy for each in registry.trained],
             "machine": _machine(),
         }
 
@@ -164,13 +175,13 @@ class TrainingState(Stateful):
         """Return what is seen of the training that a checkpoint would not hold: sentences for the log."""
         found = []
         kept = [getattr(value, "optimizer", None) for value in vars(self.values).values()]
-        for each in self.registry.trained:
+        for each in registry.trained:
             both = (each.optimizer, getattr(each.optimizer, "inner", None))
             is_scheduled = any(getattr(getattr(one, "step", None), "_wrapped_by_lr_sched", False) for one in both)
             if is_scheduled and not any(one is mine for one in kept for mine in both if mine is not None):
                 what = "a learning-rate scheduler changes the optimizer, and checkpoints do not hold it"
                 found.append(explain(what, fix="call gz.keep(scheduler=scheduler) before gz.epochs or gz.restore"))
-        if not self.registry.loaders:
+        if not registry.loaders:
             what = (
                 "no gz.loader was made before the first epoch: batches of another loader have no position to be saved"
             )
@@ -178,7 +189,7 @@ class TrainingState(Stateful):
         return found
 
     def _check(self) -> None:
-        if not self.registry.trained and not vars(self.values):
+        if not registry.trained and not vars(self.values):
             what = "there is nothing to save: no model was prepared by gz.prepare, and gz.keep was given nothing"
             fix = "where the script wraps its model itself, call gz.keep(model=model, optimizer=optimizer) first"
             raise UsageError(explain(what, fix=fix))
@@ -192,7 +203,7 @@ class TrainingState(Stateful):
             UsageError: another model, optimizer or dataset was saved; the text says what differs.
         """
         self._check()
-        mine = self.registry.trained
+        mine = registry.trained
         if len(mine) != len(shared["trained"]):
             what = f"the checkpoint holds {len(shared['trained'])} prepared models, and gz.prepare was called {len(mine)} times"
             raise UsageError(explain(what, fix="call gz.prepare as in the saved run, before gz.epochs or gz.restore"))
@@ -202,7 +213,7 @@ class TrainingState(Stateful):
             if name in own["kept"] and is_stateful(value) != own["kept"][name]["stateful"]:
                 what = f"gz.keep({name}=...) was given another kind of value than when the checkpoint was saved"
                 raise UsageError(explain(what, value=type(value).__name__, fix="keep the same objects"))
-        for loader, state in zip(self.registry.loaders, shared["loaders"], strict=False):
+        for loader, state in zip(registry.loaders, shared["loaders"], strict=False):
             loader.load_state_dict(state)  # raises if it has other data; :meth:`restore` sets all positions
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
@@ -219,7 +230,7 @@ class TrainingState(Stateful):
         rank, size = place()
         notes = []
         mine = self.about()
-        for i, each in enumerate(self.registry.trained):
+        for i, each in enumerate(registry.trained):
             same = (mine["ranks"], each.strategy) == (about["ranks"], about["strategies"][i])
             if left_out := of_trained.restore(each, shared["trained"][i], own["trained"][i], same):
                 notes.append(f"{left_out} was left out, because it belongs to {about['ranks']} ranks")
@@ -228,7 +239,7 @@ class TrainingState(Stateful):
         notes += _set_kept(self.values, own["kept"])
         self.step, self.epochs = shared["step"], list(shared["epochs"])
         self._load_loaders(shared["loaders"])
-        self.registry.has_stepped = False
+        registry.has_stepped = False
         differ = [f"{key} ({theirs} then, {mine['machine'].get(key)} now)" for key, theirs in about["machine"].items()
                   if mine["machine"].get(key) != theirs]  # fmt: skip
         if differ:
@@ -242,11 +253,11 @@ class TrainingState(Stateful):
         return notes
 
     def _load_loaders(self, states: list[Any]) -> None:
-        loaders = self.registry.loaders
+        loaders = registry.loaders
         for loader, state in zip(loaders, states, strict=False):
             loader.load_state_dict(state)
         self._later = states[len(loaders) :]
-        self.registry.on_loader = self._on_loader if self._later else None
+        registry.on_loader = self._on_loader if self._later else None
 
     def _on_loader(self, loader: Any) -> None:
         """Restore a loader that is made after its state was read, by a script that makes a new loader in each epoch."""

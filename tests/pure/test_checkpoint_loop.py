@@ -105,6 +105,17 @@ def test_batches_of_another_loader_are_steps_too(tmp_path, monkeypatch) -> None:
     assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-3", "step-6"]
 
 
+def test_the_state_for_torchs_checkpoints_is_that_of_the_run() -> None:
+    first = Script()
+    first.train(stop_after=5)
+    saved = gz.TrainingState().state_dict()
+    expected = state(first)
+    second = Script()
+    gz.TrainingState().load_state_dict(saved)
+    assert second.kept.best == 0.2 and gz.TrainingState().step == 5 and next(gz.epochs(3)) == 1
+    assert all(torch.equal(a, b) for a, b in zip(expected, state(second), strict=True))
+
+
 def test_several_loops_of_epochs(tmp_path) -> None:
     first = Script()
     assert list(gz.epochs(2)) == [0, 1]
