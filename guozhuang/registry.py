@@ -68,15 +68,16 @@ class Registry:
         self.has_stepped = False
         self.num_steps = 0
         self._leader: weakref.ref[Any] | None = None  # the loader that pauses
-        self._trained: list[tuple[weakref.ref[Any], ...]] = []
-        self._strategies: list[str] = []
+        self._trained: list[
+            tuple[list[weakref.ref[Any]], str]
+        ] = []  # references to a Trained's objects, and its strategy
         self._loaders: list[weakref.ref[Any]] = []
 
     @property
     def trained(self) -> list[Trained]:
         """The models and optimizers of which the script still holds all parts."""
         found = []
-        for references, strategy in zip(self._trained, self._strategies, strict=True):
+        for references, strategy in self._trained:
             module, model, optimizer = (reference() for reference in references)
             if module is not None and model is not None and optimizer is not None:
                 found.append(Trained(module, model, optimizer, strategy))
@@ -84,8 +85,8 @@ class Registry:
 
     def trained_with(self, model: object) -> Trained | None:
         """Return what was prepared with this model, which is the script's, the bare one, or one of both compiled; else None."""
-        inside = getattr(model, "_orig_mod", model)
-        return next((each for each in self.trained if inside in (each.model, each.module)), None)
+        given = {id(model), id(getattr(model, "_orig_mod", model))}  # torch.compile's wrapper, and what is in it
+        return next((each for each in self.trained if given & {id(each.model), id(each.module)}), None)
 
     @property
     def loaders(self) -> list[Any]:
@@ -94,14 +95,12 @@ class Registry:
 
     def add_trained(self, module: object, model: object, optimizer: _PostHooks, strategy: str) -> None:
         """Remember a prepared model with its optimizer, whose steps count from now on."""
-        self._trained.append((weakref.ref(module), weakref.ref(model), weakref.ref(optimizer)))
-        self._strategies.append(strategy)
+        self._trained.append(([weakref.ref(module), weakref.ref(model), weakref.ref(optimizer)], strategy))
         optimizer.register_step_post_hook(self.stepped)
 
     def forget(self, model: object) -> None:
         """Forget a prepared model, because it is trained with another optimizer from now on."""
-        kept = [i for i, references in enumerate(self._trained) if references[1]() is not model]
-        self._trained, self._strategies = [self._trained[i] for i in kept], [self._strategies[i] for i in kept]
+        self._trained = [each for each in self._trained if each[0][1]() is not model]
 
     def add_loader(self, loader: object) -> None:
         """Remember a loader."""
@@ -115,7 +114,7 @@ class Registry:
         self.on_pause = self.on_loader = None
         self.has_stepped = False
         self._leader = None
-        self._trained, self._strategies, self._loaders = [], [], []
+        self._trained, self._loaders = [], []
 
     def leads(self, loader: Any) -> bool:
         """Tell whether a loader is the one that pauses; it becomes so if no other one has a pass that goes on."""

@@ -46,12 +46,11 @@ class accumulate:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             what = "`steps` is the number of micro-batches in an optimizer step, at least 1"
             raise UsageError(explain(what, value=steps, fix="pass a whole number"))
-        inside: Any = getattr(model, "_orig_mod", model)  # what torch.compile put around it
-        found = registry.trained_with(inside)
-        self._wrapper: Any = inside if found is None else found.model
+        found = registry.trained_with(model)
+        self._wrapper: Any = getattr(model, "_orig_mod", model) if found is None else found.model
         self._optimizer: Any = None if found is None else found.optimizer
-        self._count = _count_of(inside, found)
-        self._count.forget_dropped(inside, self._optimizer)
+        self._count = _count_of(self._wrapper, found)
+        self._count.forget_dropped(self._wrapper, self._optimizer)
         self._steps = steps
         self._held: contextlib.AbstractContextManager[Any] | None = None
         if self._count.done and self._count.steps != steps:

@@ -53,6 +53,24 @@ def test_nothing_is_kept_alive() -> None:
     assert (len(registry.loaders), len(registry.trained)) == before
 
 
+def test_what_was_prepared_is_found_by_each_of_its_models() -> None:
+    class Compiled(nn.Module):
+        def __init__(self, inside: nn.Module) -> None:
+            super().__init__()
+            self._orig_mod = inside
+
+    mine, inside = Registry(), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(inside.parameters(), lr=0.1)
+    for module in (inside, Compiled(inside)):
+        wrapper = nn.Sequential(module)
+        mine.add_trained(module, wrapper, optimizer, "ddp")
+        for given in (module, wrapper, Compiled(wrapper)):
+            found = mine.trained_with(given)
+            assert found is not None and found.model is wrapper
+        mine.forget(wrapper)
+        assert mine.trained_with(module) is None
+
+
 def test_a_tracker_records_nothing_where_nobody_waits_for_gradients() -> None:
     from guozhuang.script.tracking import Tracker
 
