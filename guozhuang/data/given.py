@@ -1,4 +1,4 @@
-"""Shares of data whose order or division is the user's own: a sampler's, a batch sampler's, or that of a stream."""
+"""A rank's share of data whose order is the user's own: a sampler's or a batch sampler's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DistributedSampler as TorchSampler
-from torch.utils.data import IterableDataset
 from typing_extensions import override
 
-from guozhuang.data.progress import EpochPass, Progress, check_state
 from guozhuang.data.sampler import DistributedSampler, Ends, share_size
 from guozhuang.errors import UsageError, explain
 
@@ -96,99 +94,6 @@ class FollowedSampler(DistributedSampler):
     @override
     def _identity(self) -> dict[str, Any]:
         return {"seed": self.seed, "length": self._length, "sampler": type(self.given).__name__}
-
-
-class SelfSharded(IterableDataset[Any]):
-    """A stream that yields this rank's (and this worker's) share of the samples itself.
-
-    The loader does not know how such a stream divides itself. So a resumed pass reads and drops the batches that were trained
-    on, and is right only with the same numbers of ranks and workers and the same batch size, which ``load_state_dict`` checks.
-    Ranks may get different numbers of batches. If the dataset has ``set_epoch``, it is called with the epoch before each pass.
-
-    Args:
-        dataset: the stream.
-        num_replicas: number of ranks.
-        rank: number of this rank.
-        batch_size: samples in a batch, or 1 where the stream yields batches.
-        num_workers: number of processes that read.
-    """
-
-    def __init__(
-        self, dataset: IterableDataset[Any], num_replicas: int, rank: int, batch_size: int, num_workers: int
-    ) -> None:
-        self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
-        self.ends: Ends = "uneven"
-        self.progress = Progress(num_replicas)
-        self._sizes = {"num_replicas": num_replicas, "num_workers": num_workers, "batch_size": batch_size}
-        # In shared memory, because persistent workers have an old copy of this object.
-        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the newest pass, or the one chosen for the next pass."""
-        return self.progress.epoch
-
-    @property
-    def num_skipped(self) -> int:
-        """How many of this rank's batches the newest pass has to drop, because they were trained on before a resume."""
-        return -(-self.progress.start // (self.num_replicas * self._sizes["batch_size"]))
-
-    def __len__(self) -> int:
-        """Return the length that the stream states, which is taken as this rank's number of samples.
-
-        Raises:
-            TypeError: the stream has no length.
-        """
-        if not isinstance(self.dataset, Sized):
-            raise TypeError(f"{type(self.dataset).__name__} has no length, so its share has none")
-        return len(self.dataset)
-
-    def smallest_share(self) -> None:
-        """Return None: nobody knows the smallest share of the ranks."""
-        return None
-
-    def begin(self, full_at: int | None) -> EpochPass:
-        """Begin a pass through the stream and return the ``EpochPass`` that counts its samples."""
-        run = self.progress.begin(full_at)
-        self._epoch[0] = self.progress.epoch
-        return run
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield what the stream yields in this process."""
-        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-            set_epoch(int(self._epoch[0]))
-        yield from self.dataset
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass; every rank must choose the same."""
-        self.progress.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epoch: plain values, equal on ranks in step."""
-        progress = self.progress
-        return {
-            "epoch": progress.epoch,
-            "consumed": progress.consumed(),
-            "finished": progress.ended,
-            **self._identity(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state saved with the same numbers of ranks and workers and the same batch size.
-
-        Raises:
-            UsageError: one of these numbers differs, or the state is not from a stream that shares itself.
-        """
-        for name, mine in self._sizes.items():
-            saved = state.get(name, mine) if isinstance(state, Mapping) else mine
-            if saved != mine:
-                what = f"The stream divides itself, so its position holds only with {name}={saved}, as it was saved"
-                fix = "resume with that number, or use stride_stream=True for a stream that is whole on every rank"
-                raise UsageError(explain(what, value=mine, rank=self.rank, fix=fix))
-        self.progress.load(*check_state(state, self._identity(), self.rank))
-
-    def _identity(self) -> dict[str, Any]:
-        return {"stream": "shares itself", **self._sizes}
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from guozhuang.data.given import FollowedSampler, SelfSharded
+from guozhuang.data.given import FollowedSampler
 from guozhuang.data.progress import EpochPass, whole_number
 from guozhuang.data.sampler import CommonLength, DistributedSampler, Ends, check_ends, replica
-from guozhuang.data.stream import StridedStream, check_stream
+from guozhuang.data.stream import SelfSharded, StreamShare, StridedStream, check_stream
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import registry
 
@@ -115,7 +115,7 @@ def loader(
     if num_workers and "timeout" not in options:
         options["timeout"] = _WORKER_TIMEOUT_S
     source: Any = dataset
-    share: DistributedSampler | StridedStream | SelfSharded
+    share: DistributedSampler | StreamShare
     if isinstance(dataset, IterableDataset):
         if sampler is not None or batch_sampler is not None:
             what = "A sampler chooses by index, and an IterableDataset has none"
@@ -237,7 +237,7 @@ class Loader:
 
     def __init__(
         self,
-        share: DistributedSampler | StridedStream | SelfSharded,
+        share: DistributedSampler | StreamShare,
         batches: DataLoader[Any],
         batch_size: int | None,
         drop_last: bool,
@@ -288,7 +288,7 @@ class Loader:
         assert generator is not None
         generator.manual_seed(_worker_seed(self.seed, self.sampler))
         source: Iterator[Any] = iter(self._batches)
-        if isinstance(self.sampler, SelfSharded):
+        if isinstance(self.sampler, StreamShare):
             source = itertools.islice(source, self.sampler.num_skipped, None)
         return self._hand_out(run, source)
 
@@ -385,7 +385,7 @@ def _num_batches(num_samples: int, batch_size: int | None, drop_last: bool) -> i
     return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
 
 
-def _worker_seed(seed: int, share: DistributedSampler | StridedStream | SelfSharded) -> int:
+def _worker_seed(seed: int, share: DistributedSampler | StreamShare) -> int:
     """Return the seed of the generator from which torch draws the workers' seeds; distinct for each rank of a pass."""
     return _seed(seed, share.progress.epoch, share.progress.start, share.rank)
 
