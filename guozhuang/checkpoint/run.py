@@ -22,7 +22,7 @@ from guozhuang.checkpoint.files import broken
 from guozhuang.checkpoint.folder import CheckpointFolder, hold, is_checkpoint, manifest_of, parts_of, read_part, sees
 from guozhuang.checkpoint.saver import Board, Saver
 from guozhuang.checkpoint.schedule import SaveTimes
-from guozhuang.checkpoint.state import Flat, TrainingState, Values, place
+from guozhuang.checkpoint.state import Flat, TrainingState, Values, is_stateful, place
 from guozhuang.errors import CheckpointError, UsageError, explain
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.net.end_request import EndRequest
@@ -86,7 +86,7 @@ def keep(**values: Any) -> Values:
     """
     begin_session()
     for name, value in values.items():
-        if not callable(getattr(value, "load_state_dict", None)):
+        if not is_stateful(value):
             Flat.of(value, name)  # raises now, and not at the first save
         if isinstance(value, torch.optim.Optimizer):
             value.register_step_post_hook(registry.stepped)
@@ -292,7 +292,7 @@ def begin() -> None:
         raise UsageError(
             explain(what, value=str(_saving.folder), fix="give --checkpoint a folder that all nodes share")
         )
-    for note in _saving.state.forgotten() if place()[0] == 0 else ():
+    for note in _saving.state.forgotten() if rank == 0 else ():
         _log.warning("%s", note)
     # What the script restored itself from elsewhere is where the training began; where it stopped comes before that.
     began = _saving.restored_from

@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -173,7 +174,7 @@ class Saver:
             if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
                 place = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._staged[key] = place.copy_(tensor)
-        return dict(self._staged)
+        return self._staged
 
     def wait(self, limit_s: float | None = None) -> None:
         """Wait until the save in progress has ended.
@@ -300,19 +301,19 @@ class Saver:
             raise CheckpointError(explain(what, value=str(partial), fix="give a folder that all nodes share"))
         as_rank_0 = {key: f"rank-0{key.removeprefix(f'rank-{rank}')}" for key in snapshot.own.tensors}
         own = snapshot.own.tensors
-        alike = {
-            key
-            for key, theirs in as_rank_0.items()
+        same = {
+            key: theirs
+            for key, theirs in sorted(as_rank_0.items())
             if known.get(theirs) == digests[key] and kinds.get(theirs) == _kind(own[key])
         }
-        kept = {key: tensor for key, tensor in own.items() if key not in alike}
-        tree = {"tree": snapshot.own.tree, "as_rank_0": {key: as_rank_0[key] for key in sorted(alike)}}
-        return self._write_part(partial, f"rank-{rank}", Flat(tree, kept), digests, is_wrapped=True)
+        kept = {key: tensor for key, tensor in own.items() if key not in same}
+        return self._write_part(partial, f"rank-{rank}", Flat(snapshot.own.tree, kept), digests, same)
 
     def _write_part(
-        self, partial: Any, name: str, part: Flat, digests: Mapping[str, str], *, is_wrapped: bool = False
+        self, partial: Path, name: str, part: Flat, digests: Mapping[str, str], as_rank_0: Mapping[str, str] = {}
     ) -> dict[str, Facts]:
-        tree = part.tree if is_wrapped else {"tree": part.tree, "as_rank_0": {}}
+        """Write a part; ``as_rank_0`` maps keys of tensors that are left out to the keys of rank 0's equal ones."""
+        tree = {"tree": part.tree, "as_rank_0": dict(as_rank_0)}
         return {
             f"{name}.json": write_json(partial / f"{name}.json", tree),
             f"{name}.safetensors": self._write(partial / f"{name}.safetensors", part.tensors, digests),

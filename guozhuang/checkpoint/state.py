@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from guozhuang.checkpoint import trained as of_trained
-from guozhuang.checkpoint.tree import flatten, unflatten
+from guozhuang.checkpoint.tree import copied, flatten, unflatten
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import Stateful, registry
 
@@ -312,9 +312,9 @@ def _set_kept(values: Values, saved: Mapping[str, Any]) -> list[str]:
         if name not in saved:
             notes.append(f"{name} of gz.keep is not in the checkpoint and stays as it is")
         elif is_stateful(value):
-            value.load_state_dict(_copied(saved[name]["state"]))
+            value.load_state_dict(copied(saved[name]["state"]))
         else:
-            found = _copied(saved[name]["state"])
+            found = copied(saved[name]["state"])
             setattr(values, name, found.to(value.device) if isinstance(value, Tensor) else found)
     forgotten = sorted(saved.keys() - vars(values).keys())
     if forgotten:
@@ -326,15 +326,6 @@ def _state_of(value: Any) -> dict[str, Any]:
     if is_stateful(value):
         return {"stateful": True, "state": value.state_dict()}
     return {"stateful": False, "state": value}
-
-
-def _copied(value: Any) -> Any:
-    """Return a state whose tensors do not belong to a mapped file."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if type(value) is dict:
-        return {key: _copied(each) for key, each in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 def _device() -> Any:

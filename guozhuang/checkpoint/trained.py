@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from guozhuang.checkpoint.tree import copied
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import Trained
 from guozhuang.sharding.whole import is_divided, is_dtensor
@@ -252,18 +253,13 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, saved: Mapping[str,
         for group, some in zip(saved["groups"], names, strict=True)
     ]
     # Copies: torch keeps tensors of the state that it is given, and these belong to a mapped file.
-    state = {i: {k: _copied(v) for k, v in s.items()} if isinstance(s, dict) else s for i, s in state.items()}
-    optimizer.load_state_dict({**saved["rest"], "state": state, "param_groups": groups})
+    optimizer.load_state_dict({**saved["rest"], "state": copied(state), "param_groups": groups})
     # ``torch`` casts floating-point states to the parameter's dtype; a state in float32 of bfloat16 weights must stay so.
     for name, values in saved["state"].items() if not hasattr(optimizer, "carrier") else ():
         kept: Any = optimizer.state.get(parameters[name]) if name in parameters else None
         for key, value in values.items() if kept else ():
             if isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and kept[key].dtype != value.dtype:
-                kept[key] = _copied(_divided_like(parameters[name], value)).to(kept[key].device)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+                kept[key] = copied(_divided_like(parameters[name], value)).to(kept[key].device)
 
 
 def _all(names: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -120,3 +120,12 @@ def unflatten(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "$float":
         return float(inside)
     raise ValueError(f"unknown entry {kind!r}")
+
+
+def copied(state: Any) -> Any:
+    """Return a state whose tensors do not belong to a mapped file."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if type(state) is dict:
+        return {key: copied(each) for key, each in state.items()}
+    return type(state)(map(copied, state)) if type(state) in (list, tuple) else state
