@@ -118,18 +118,19 @@ class Hosts:
         return f"{self._prefix}h{host}"
 
     def _up(self) -> None:
-        _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, "link", "add", "br0", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "br0", "up")
-        for host in range(self._num):
-            name = self._name(host)
+        hosts = {host: self._name(host) for host in range(self._num)}
+        for name in (self._switch, *hosts.values()):
             _ip("netns", "add", name)
-            # Not in the namespace of the machine at any moment: names there are short and taken.
-            _ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", self._switch)
-            _ip("-n", self._switch, "link", "set", f"p{host}", "master", "br0", "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", "eth0", "up")
-            _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+        # Not in the namespace of the machine at any moment: names there are short and taken.
+        links = (
+            f"link add eth0 netns {name} type veth peer name p{h} netns {self._switch}" for h, name in hosts.items()
+        )
+        _ip_batch(*links)
+        ports = (f"link set p{host} master br0 up" for host in hosts)
+        _ip_batch("link add br0 type bridge", "link set br0 up", *ports, inside=self._switch)
+        for host, name in hosts.items():
+            address = f"addr add {self.address(host)}/24 dev eth0"
+            _ip_batch("link set lo up", "link set eth0 up", address, inside=name)
             for namespace, device in ((name, "eth0"), (self._switch, f"p{host}")) if self._rate else ():
                 shape = ("tbf", "rate", self._rate, "burst", _BURST, "latency", _QUEUE)
                 _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
@@ -234,7 +235,12 @@ def _ip(*arguments: str) -> str:
     return _run("ip", *arguments)
 
 
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+def _ip_batch(*lines: str, inside: str = "") -> None:
+    """Several commands of ``ip`` by one process, in a namespace if one is named."""
+    _run("ip", *(["-n", inside] if inside else []), "-batch", "-", given="\n".join(lines))
+
+
+def _run(*command: str, given: str | None = None) -> str:
+    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout

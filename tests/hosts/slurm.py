@@ -26,7 +26,7 @@ import psutil
 
 from tests.hosts.names import names
 from tests.hosts.network import Hosts
-from tests.waiting import remaining
+from tests.waiting import remaining, until
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo")
 _START_S, _END_S = 30.0, 10.0
@@ -214,11 +214,10 @@ class Cluster:
         return done.stdout.strip() == str(self._num)
 
     def _wait_for(self, is_so: Callable[[], bool], otherwise: str) -> None:
-        deadline = time.monotonic() + _START_S
-        while not is_so():
-            dead = [each.args for each in self._daemons if each.poll() is not None]
-            assert not dead and time.monotonic() < deadline, f"{otherwise} {dead}\n{self.logs()}"
-            time.sleep(0.1)
+        def dead() -> list[object]:
+            return [each.args for each in self._daemons if each.poll() is not None]
+
+        until(is_so, _START_S, goes_on=lambda: not dead(), told=lambda: f"{otherwise} {dead()}\n{self.logs()}")
 
     def _down(self) -> None:
         if (self.folder / "slurm.conf").exists() and len(self._daemons) > 1:
