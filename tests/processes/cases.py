@@ -266,13 +266,18 @@ class Twins:
         self.ddp = DistributedDataParallel(bare, **options)
         self.both = (self.ddp, self.twin)
 
-    def steps(self, num_steps: int, zero_grad: bool = True) -> Iterator[int]:
+    def steps(self, num_steps: int, zero_grad: bool = True, set_to_none: bool = True) -> Iterator[int]:
         """Begin each step without gradients, and compare gradients at its end: with the twin's, and bit by bit across ranks."""
         for step in range(num_steps):
             for model in self.both if zero_grad else ():
-                model.zero_grad()
+                model.zero_grad(set_to_none=set_to_none)
             yield step
             self.check()
+
+    def train(self, num_steps: int, loss_of: Callable[..., Tensor] = local_loss) -> None:
+        """Make steps of one forward and backward each, from ``loss_of(model, rank, step)``."""
+        for step in self.steps(num_steps):
+            self.backward(loss_of, step)
 
     def backward(self, loss_of: Callable[..., Tensor], *args: Any, scale: float = 1.0) -> None:
         """Run backward from ``loss_of(model, rank, *args)``: of this rank, and for the twin from the mean over all ranks."""
@@ -282,7 +287,9 @@ class Twins:
 
     def check(self) -> None:
         assert_same_grads(self.ddp, self.twin)
-        assert_equal_across_ranks(self.ddp, lambda p: p.grad)
+        assert_equal_across_ranks(
+            self.ddp, lambda p: p.grad.to_dense() if getattr(p.grad, "is_sparse", False) else p.grad
+        )
 
     def check_weights(self) -> None:
         for ours, theirs in zip(self.ddp.parameters(), self.twin.parameters(), strict=True):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from guozhuang import DistributedDataParallel
 from tests.processes.cases import (
+    Twins,
     as_tests,
     assert_equal_across_ranks,
     assert_same_grads,
@@ -24,7 +25,7 @@ from tests.processes.cases import (
     twin_of,
 )
 
-SMALL_CAP_MB = 0.0001
+SMALL = {"bucket_cap_mb": 0.0001}
 
 
 class Layers(nn.Module):
@@ -52,15 +53,8 @@ def inputs(rank: int, step: int) -> Tensor:
     return batch(rank, step).requires_grad_()  # re-entrant checkpoints need an input with a gradient
 
 
-def compare(ddp: nn.Module, twin: nn.Module, rank: int, world_size: int, num_steps: int = 3, **kwargs: Any) -> None:
-    for step in range(num_steps):
-        ddp.zero_grad()
-        twin.zero_grad()
-        ddp(inputs(rank, step), **kwargs).pow(2).mean().backward()
-        for r in range(world_size):
-            (twin(inputs(r, step), **kwargs).pow(2).mean() / world_size).backward()
-        assert_same_grads(ddp, twin)
-        assert_equal_across_ranks(ddp, lambda p: p.grad)
+def loss_of(model: nn.Module, rank: int, step: int, **options: Any) -> Tensor:
+    return model(inputs(rank, step), **options).pow(2).mean()
 
 
 KINDS: list[dict[str, Any]] = [
@@ -71,26 +65,25 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def over_kinds(make, rank, world_size, kinds=KINDS):
+def over_kinds(make, kinds=KINDS):
     for kind in kinds:
-        for cap_mb in (SMALL_CAP_MB, 25):
-            bare = make()
-            compare(DistributedDataParallel(bare, bucket_cap_mb=cap_mb, **kind), twin_of(bare), rank, world_size)
+        for cap in (SMALL, {}):
+            Twins(make(), **cap, **kind).train(3, loss_of)
 
 
 def case_parts_of_the_model(rank, world_size):
     for plan in ("0r 1 2r", "0n 1 2n", "0r 1n 2", "0r 1r 2r", "0n 1n 2n"):
-        over_kinds(lambda p=plan: Layers(p), rank, world_size, KINDS if plan == "0r 1 2r" else KINDS[:1])
+        over_kinds(lambda p=plan: Layers(p), KINDS if plan == "0r 1 2r" else KINDS[:1])
 
 
 def case_a_layer_in_two_checkpointed_segments(rank, world_size):
     for plan in ("0r 1r 0r 2", "0n 1n 0n 2", "0r 0n 1 2"):
-        over_kinds(lambda p=plan: Layers(p), rank, world_size)
+        over_kinds(lambda p=plan: Layers(p))
 
 
 def case_a_layer_inside_and_outside_of_a_checkpoint(rank, world_size):
     for plan in ("0 1 0r 2", "0r 1 0 2", "0 0r 0 1 0r 2"):
-        over_kinds(lambda p=plan: Layers(p), rank, world_size)
+        over_kinds(lambda p=plan: Layers(p))
 
 
 def case_the_whole_model_in_one(rank, world_size):
@@ -103,20 +96,14 @@ def case_the_whole_model_in_one(rank, world_size):
             return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
     for reentrant in (True, False):
-        over_kinds(lambda r=reentrant: Whole(r), rank, world_size)
+        over_kinds(lambda r=reentrant: Whole(r))
 
 
 def case_checkpoint_around_the_wrapper(rank, world_size):
     for reentrant in (True, False):
-        bare = mlp()
-        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=SMALL_CAP_MB)
-        for step in range(3):
-            for model in (ddp, twin):
-                model.zero_grad()
-            checkpoint(ddp, inputs(rank, step), use_reentrant=reentrant).pow(2).mean().backward()
-            for r in range(world_size):
-                (twin(inputs(r, step)).pow(2).mean() / world_size).backward()
-            assert_same_grads(ddp, twin)
+        Twins(mlp(), **SMALL).train(
+            3, lambda model, r, step, e=reentrant: checkpoint(model, inputs(r, step), use_reentrant=e).pow(2).mean()
+        )
 
 
 def case_nested(rank, world_size):
@@ -138,63 +125,38 @@ def case_nested(rank, world_size):
             model.kinds = kinds
             return model
 
-        over_kinds(make, rank, world_size)
+        over_kinds(make)
 
 
 def case_with_unused_layers(rank, world_size):
     for plan in ("0r 2r", "0n 2n", "2 0r"):
-        over_kinds(lambda p=plan: Layers(p), rank, world_size, KINDS[1:])
+        over_kinds(lambda p=plan: Layers(p), KINDS[1:])
 
 
 def case_accumulation_with_recomputation(rank, world_size):
     for plan in ("0r 1r 0r 2", "0 1n 0n 2r"):
         for kind in KINDS:
-            bare = Layers(plan)
-            twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=SMALL_CAP_MB, **kind)
-            for step in range(3):
-                for model in (ddp, twin):
-                    model.zero_grad()
-                with ddp.no_sync():
-                    ddp(inputs(rank, step)).pow(2).mean().backward()
-                ddp(inputs(rank, step + 5)).pow(2).mean().backward()
-                for r in range(world_size):
-                    for at in (step, step + 5):
-                        (twin(inputs(r, at)).pow(2).mean() / world_size).backward()
-                assert_same_grads(ddp, twin)
+            twins = Twins(Layers(plan), **SMALL, **kind)
+            for step in twins.steps(3):
+                with twins.ddp.no_sync():
+                    twins.backward(loss_of, step)
+                twins.backward(loss_of, step + 5)
 
 
 def case_dropped_layers_differ_by_rank_and_step(rank, world_size):
     plans = [["0r 1r 2r", "0r 2r"], ["1r", "0r 1r"], ["0r 1r 2r", "0r 1r 2r"], ["2r", "2r"], ["0r 1r 2r", "0r 1r"]]
     for kind in "rn":
-        bare = Layers("")
-        twin, ddp = (
-            twin_of(bare),
-            DistributedDataParallel(bare, find_unused_parameters=True, bucket_cap_mb=SMALL_CAP_MB),
+        Twins(Layers(""), find_unused_parameters=True, **SMALL).train(
+            len(plans), lambda model, r, step, k=kind: loss_of(model, r, step, plan=plans[step][r].replace("r", k))
         )
-        for step, of_rank in enumerate(plans):
-            for model in (ddp, twin):
-                model.zero_grad()
-            of_rank = [plan.replace("r", kind) for plan in of_rank]
-            ddp(inputs(rank, step), plan=of_rank[rank]).pow(2).mean().backward()
-            for r in range(world_size):
-                (twin(inputs(r, step), plan=of_rank[r]).pow(2).mean() / world_size).backward()
-            assert_same_grads(ddp, twin)
 
 
 def case_recomputation_begins_after_some_steps(rank, world_size):
     """A layer that is first seen in an inner backward later is ready at the end only, or raises; never a wrong sum."""
-    bare = Layers("")
-    twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=SMALL_CAP_MB)
-    for step, plan in enumerate(["0 1 2", "0 1 2", "0r 1r 2r", "0 1r 2", "0r 1n 2"]):
-        for model in (ddp, twin):
-            model.zero_grad()
-        ddp(inputs(rank, step), plan=plan).pow(2).mean().backward()
-        for r in range(world_size):
-            (twin(inputs(r, step), plan=plan).pow(2).mean() / world_size).backward()
-        assert_same_grads(ddp, twin)
-    ddp.zero_grad()
+    plans = ["0 1 2", "0 1 2", "0r 1r 2r", "0 1r 2", "0r 1n 2"]
+    Twins(Layers(""), **SMALL).train(len(plans), lambda model, r, step: loss_of(model, r, step, plan=plans[step]))
     with pytest.raises(RuntimeError, match=r"parameter 'layers\.\d.*inner"):
-        ddp = DistributedDataParallel(Layers("0 1 2"), bucket_cap_mb=SMALL_CAP_MB)
+        ddp = DistributedDataParallel(Layers("0 1 2"), **SMALL)
         for plan in ("0 1 2", "0 1 2", "0r 1 0 2"):  # from plain to inside and outside
             ddp.zero_grad()
             ddp(inputs(rank, 0), plan=plan).pow(2).mean().backward()
@@ -225,7 +187,7 @@ def case_backward_inside_a_custom_function(rank, world_size):
             h = self.layers[1](h)
             return InnerBackward.apply(h, self.layers[2]) + InnerBackward.apply(h, self.layers[0])
 
-    over_kinds(lambda: Custom(""), rank, world_size)
+    over_kinds(lambda: Custom(""))
 
 
 # ---- gradients of gradients -----------------------------------------------------------------------------------------
@@ -235,7 +197,7 @@ def case_penalty_on_the_norm_of_the_gradient(rank, world_size):
     """backward(create_graph=True), then a function of the synchronized gradients is differentiated too."""
     for kind in ({}, {"batched_grad_copy": True}, {"static_graph": True}):
         bare = mlp()
-        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=SMALL_CAP_MB, **kind)
+        twin, ddp = twin_of(bare), DistributedDataParallel(bare, **SMALL, **kind)
         for step in range(3):
             for model in (ddp, twin):
                 for p in model.parameters():
@@ -275,23 +237,14 @@ def case_penalty_added_to_the_gradient_that_is_there(rank, world_size):
 def case_penalty_on_the_gradient_of_the_input(rank, world_size):
     """WGAN-GP: autograd.grad inside the loss. It is no pass of its own."""
 
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
+    def with_penalty(model: nn.Module, r: int, step: int) -> Tensor:
+        x = inputs(r, step)
         out = model(x)
         (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return out.pow(2).mean() + (g.norm(dim=1) - 1).pow(2).mean()
 
     for kind in KINDS:
-        bare = mlp()
-        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=SMALL_CAP_MB, **kind)
-        for step in range(4):
-            for model in (ddp, twin):
-                model.zero_grad()
-            loss_of(ddp, batch(rank, step)).backward()
-            for r in range(world_size):
-                (loss_of(twin, batch(r, step)) / world_size).backward()
-            # The last bias does not reach the penalty, so nothing here is unused.
-            assert_same_grads(ddp, twin)
+        Twins(mlp(), **SMALL, **kind).train(4, with_penalty)
 
 
 def case_autograd_grad_of_parameters_stays_local(rank, world_size):
@@ -319,16 +272,12 @@ def case_functional_call(rank, world_size):
     out = torch.func.functional_call(ddp, halves, (batch(rank),))
     plain = {name.removeprefix("module."): value for name, value in halves.items()}
     torch.testing.assert_close(out, torch.func.functional_call(twin, plain, (batch(rank),)))
-    for step in range(3):  # functions of the parameters: their gradients reach the parameters, and are exchanged
-        for model in (ddp, twin):
-            model.zero_grad()
-        scaled = {name: p * 2 for name, p in ddp.named_parameters()}
-        torch.func.functional_call(ddp, scaled, (batch(rank, step),)).pow(2).mean().backward()
-        scaled = {name: p * 2 for name, p in twin.named_parameters()}
-        for r in range(world_size):
-            out = torch.func.functional_call(twin, scaled, (batch(r, step),))
-            (out.pow(2).mean() / world_size).backward(retain_graph=True)
-        assert_same_grads(ddp, twin)
+
+    def scaled(model: nn.Module, r: int, step: int) -> Tensor:
+        doubled = {name: p * 2 for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, doubled, (batch(r, step),)).pow(2).mean()
+
+    Twins(mlp()).train(3, scaled)  # gradients of functions of the parameters reach the parameters, and are exchanged
 
     def loss(parameters: dict[str, Tensor], model: nn.Module) -> Tensor:
         return torch.func.functional_call(model, parameters, (batch(rank),)).pow(2).mean()
@@ -360,15 +309,7 @@ def case_output_is_used_twice_or_changed_in_place(rank, world_size):
 
     for loss in (twice, in_place, a_part_in_place, given_a_hook):
         for kind in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
-            bare = mlp()
-            twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=SMALL_CAP_MB, **kind)
-            for step in range(3):
-                for model in (ddp, twin):
-                    model.zero_grad()
-                loss(ddp(batch(rank, step))).backward()
-                for r in range(world_size):
-                    (loss(twin(batch(r, step))) / world_size).backward()
-                assert_same_grads(ddp, twin)
+            Twins(mlp(), **SMALL, **kind).train(3, lambda model, r, step, loss=loss: loss(model(batch(r, step))))
 
 
 def case_hooks_of_the_user_run_and_change_what_is_exchanged(rank, world_size):
@@ -389,7 +330,7 @@ def case_hooks_of_the_user_run_and_change_what_is_exchanged(rank, world_size):
 
         if before:
             add_hooks(bare)
-        ddp = kind(bare, bucket_cap_mb=SMALL_CAP_MB)
+        ddp = kind(bare, **SMALL)
         if not before:
             add_hooks(bare)
         for step in range(3):

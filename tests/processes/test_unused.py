@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from guozhuang import DistributedDataParallel, SyncBatchNorm
 from guozhuang.errors import UnusedParameterError, WorldError
 from tests.processes.cases import (
+    Twins,
     as_tests,
-    assert_equal_across_ranks,
     assert_same_grads,
     batch,
     grads,
@@ -24,7 +24,7 @@ from tests.processes.cases import (
 )
 from tests.ranks import RankError, run_ranks
 
-SMALL_CAP_MB = 0.0001  # a bucket per parameter, nearly
+SMALL = {"bucket_cap_mb": 0.0001}  # a bucket per parameter, nearly
 
 
 class Branches(nn.Module):
@@ -41,17 +41,15 @@ class Branches(nn.Module):
         return sum((self.branches[int(name)](h) for name in use), torch.zeros(3))
 
 
-def compare(ddp: nn.Module, twin: nn.Module, rank: int, world_size: int, uses: list[list[str]], zero: Any = True):
+def loss_of(model: nn.Module, rank: int, step: int, use: str = "0123") -> Tensor:
+    return model(batch(rank, step), use=use).pow(2).mean()
+
+
+def compare(uses: list[list[str]], zero: bool | None = True, **options: Any) -> None:
     """Step by step; `uses[step][rank]` names the branches. `zero`: set_to_none of zero_grad, or None for no zero_grad."""
-    for step, of_rank in enumerate(uses):
-        if zero is not None:
-            ddp.zero_grad(set_to_none=zero)
-            twin.zero_grad(set_to_none=zero)
-        ddp(batch(rank, step), use=of_rank[rank]).pow(2).mean().backward()
-        for r in range(world_size):
-            (twin(batch(r, step), use=of_rank[r]).pow(2).mean() / world_size).backward()
-        assert_same_grads(ddp, twin)
-        assert_equal_across_ranks(ddp, lambda p: p.grad)
+    twins = Twins(Branches(), **{**SMALL, **options})
+    for step in twins.steps(len(uses), zero is not None, bool(zero)):
+        twins.backward(lambda model, r, step=step: loss_of(model, r, step, uses[step][r]))
 
 
 DIFFERENT = [["0", "1"], ["01", "1"], ["2", "2"], ["0123", "3"], ["3", "012"], ["0", "0"], ["0123", "0123"]]
@@ -60,21 +58,13 @@ DIFFERENT = [["0", "1"], ["01", "1"], ["2", "2"], ["0123", "3"], ["3", "012"], [
 def case_found_per_rank_and_per_step(rank, world_size):
     """Used nowhere: None stays None. Used on one rank: the mean, on all ranks."""
     for options in ({}, {"batched_grad_copy": True}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 25}):
-        bare = Branches()
-        twin = twin_of(bare)
-        ddp = DistributedDataParallel(bare, find_unused_parameters=True, **{"bucket_cap_mb": SMALL_CAP_MB, **options})
-        compare(ddp, twin, rank, world_size, DIFFERENT)
+        compare(DIFFERENT, find_unused_parameters=True, **options)
 
 
 def case_earlier_gradients_of_unused_parameters_are_kept(rank, world_size):
     for zero in (False, None):
         for options in ({}, {"batched_grad_copy": True}, {"bucket_cap_mb": 25}):
-            bare = Branches()
-            twin = twin_of(bare)
-            ddp = DistributedDataParallel(
-                bare, find_unused_parameters=True, **{"bucket_cap_mb": SMALL_CAP_MB, **options}
-            )
-            compare(ddp, twin, rank, world_size, [["0123", "0123"], *DIFFERENT], zero=zero)
+            compare([["0123", "0123"], *DIFFERENT], zero, find_unused_parameters=True, **options)
 
 
 def case_the_previous_value_is_kept_to_the_bit(rank, world_size):
@@ -90,7 +80,7 @@ def case_the_previous_value_is_kept_to_the_bit(rank, world_size):
 
 def case_as_torch_does_it(rank, world_size):
     def run(kind):
-        ddp, found = kind(Branches(), find_unused_parameters=True, bucket_cap_mb=SMALL_CAP_MB), []
+        ddp, found = kind(Branches(), find_unused_parameters=True, **SMALL), []
         for step, of_rank in enumerate(DIFFERENT):
             ddp.zero_grad()
             ddp(batch(rank, step), use=of_rank[rank]).pow(2).mean().backward()
@@ -109,16 +99,9 @@ def case_outputs_that_the_loss_does_not_use(rank, world_size):
             h = self.trunk(x)
             return {"out": [branch(h) for branch in self.branches], "nothing": None, "input": x}
 
-    bare = Many()
-    twin, ddp = twin_of(bare), DistributedDataParallel(bare, find_unused_parameters=True)
-    for step in range(4):
-        for model in (ddp, twin):
-            model.zero_grad()
-        pick = (step + rank) % 4
-        ddp(batch(rank, step))["out"][pick].pow(2).mean().backward()
-        for r in range(world_size):
-            (twin(batch(r, step))["out"][(step + r) % 4].pow(2).mean() / world_size).backward()
-        assert_same_grads(ddp, twin)
+    Twins(Many(), find_unused_parameters=True).train(
+        4, lambda model, r, step: model(batch(r, step))["out"][(step + r) % 4].pow(2).mean()
+    )
 
 
 def case_sparse_gradients_unused_here_or_everywhere(rank, world_size):
@@ -138,35 +121,23 @@ def case_sparse_gradients_unused_here_or_everywhere(rank, world_size):
                 h = h + self.kinds(index % 5)
             return self.out(h)
 
-    bare = Words()
-    twin, ddp = twin_of(bare), DistributedDataParallel(bare, find_unused_parameters=True)
-    for step, of_rank in enumerate((["w", "k"], ["w", "w"], ["wk", "k"], ["", "w"], ["", ""])):
-        for model in (ddp, twin):
-            model.zero_grad()
-        index = [(torch.arange(4) * (r + 2) + step) % 7 for r in range(world_size)]
-        ddp(of_rank[rank], index[rank]).pow(2).mean().backward()
-        for r in range(world_size):
-            (twin(of_rank[r], index[r]).pow(2).mean() / world_size).backward()
-        assert_same_grads(ddp, twin)
+    uses = (["w", "k"], ["w", "w"], ["wk", "k"], ["", "w"], ["", ""])
+    Twins(Words(), find_unused_parameters=True).train(
+        len(uses), lambda model, r, step: model(uses[step][r], (torch.arange(4) * (r + 2) + step) % 7).pow(2).mean()
+    )
 
 
 def case_static_graph_with_unused(rank, world_size):
     for uses in (["01", "01"], ["0", "1"]):
         for zero in (True, False, None):
-            bare = Branches()
-            twin = twin_of(bare)
-            ddp = DistributedDataParallel(bare, static_graph=True, bucket_cap_mb=SMALL_CAP_MB)
-            compare(ddp, twin, rank, world_size, [uses] * 4, zero=zero)
+            compare([uses] * 4, zero, static_graph=True)
 
 
 def case_skip_all_reduce_of_unused(rank, world_size):
-    for cap_mb in (SMALL_CAP_MB, 25):
+    for cap in (SMALL, {"bucket_cap_mb": 25}):
         for zero in (True, False, None):
-            bare = Branches()
-            twin = twin_of(bare)
-            options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": cap_mb}
-            ddp = DistributedDataParallel(bare, **options)
-            compare(ddp, twin, rank, world_size, [["13", "13"]] * 4, zero=zero)
+            options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, **cap}
+            compare([["13", "13"]] * 4, zero, **options)
 
 
 def case_a_set_changes_but_is_not_asked_for(rank, world_size):
@@ -227,40 +198,29 @@ def case_forward_without_a_backward_is_no_error(rank, world_size):
 
 def case_freezing_and_thawing_on_all_ranks(rank, world_size):
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}, {"batched_grad_copy": True}):
-        bare = Branches()
-        twin, ddp = twin_of(bare), DistributedDataParallel(bare, bucket_cap_mb=SMALL_CAP_MB, **options)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ddp, twin)]
+        twins = Twins(Branches(), **SMALL, **options)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in twins.both]
         frozen = [(), (0,), (0, 2), (), (), (3,), (0, 1, 2, 3), ()]
-        for step, indices in enumerate(frozen):
-            for model, optimizer in zip((bare, twin), optimizers, strict=True):
+        for step in twins.steps(len(frozen)):
+            for model in (twins.ddp.module, twins.twin):
                 for i, branch in enumerate(model.branches):
-                    branch.requires_grad_(i not in indices)
-                optimizer.zero_grad()
-            ddp(batch(rank, step)).pow(2).mean().backward()
-            for r in range(world_size):
-                (twin(batch(r, step)).pow(2).mean() / world_size).backward()
-            assert_same_grads(ddp, twin)
+                    branch.requires_grad_(i not in frozen[step])
+            twins.backward(loss_of, step)
+            twins.check()
             for optimizer in optimizers:
                 optimizer.step()
-        for ours, theirs in zip(ddp.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-        assert_equal_across_ranks(ddp)
+        twins.check_weights()
 
 
 def case_frozen_at_construction_thawed_later(rank, world_size):
     bare = Branches()
     bare.branches.requires_grad_(False)
-    twin, ddp = twin_of(bare), DistributedDataParallel(bare)
-    for step in range(4):
-        for model in (ddp, twin):
-            model.zero_grad()
+    twins = Twins(bare)
+    for step in twins.steps(4):
         if step == 2:
-            for model in (bare, twin):
+            for model in (bare, twins.twin):
                 model.branches.requires_grad_(True)
-        ddp(batch(rank, step)).pow(2).mean().backward()
-        for r in range(world_size):
-            (twin(batch(r, step)).pow(2).mean() / world_size).backward()
-        assert_same_grads(ddp, twin)
+        twins.backward(loss_of, step)
 
 
 def case_frozen_with_gradients_of_micro_batches(rank, world_size):
@@ -386,7 +346,7 @@ def batch_norm_between(rank, world_size):
             return sum(self.branches[int(name)](h) for name in use)
 
     bare = Both()
-    ddp = DistributedDataParallel(bare, find_unused_parameters=True, bucket_cap_mb=SMALL_CAP_MB)
+    ddp = DistributedDataParallel(bare, find_unused_parameters=True, **SMALL)
     reference = Both()
     joined = nn.BatchNorm1d(6)
     for step, of_rank in enumerate((["0", "12"], ["01", "2"], ["2", "2"], ["1", "0"], ["012", "1"])):
