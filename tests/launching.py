@@ -46,6 +46,16 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": path} | more
 
 
+def python(
+    *arguments: object, folder: Path | None = None, timeout_s: float = 100.0, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python as a new program to its end, in ``environment(**more)``."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=folder, env=environment(**more), capture_output=True, text=True,
+        timeout=timeout_s,
+    )  # fmt: skip
+
+
 class Launched:
     """A command line of guozhuang that runs. Leaving the ``with`` block kills whatever is left of it.
 

@@ -7,13 +7,11 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from guozhuang.check import measure, steps, worker
@@ -23,26 +21,22 @@ from guozhuang.errors import UsageError, WorldError
 from guozhuang.world import session
 from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity
+from tests.launching import Launched, guozhuang, python, write
 from tests.ranks import RankError, run_ranks
+from tests.waiting import AT_ONCE_S, until
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "import sys; from guozhuang.check import main; sys.exit(main(sys.argv[1:]))"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
-def environ(**more: str) -> dict[str, str]:
-    told = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "PET_", "TORCHELASTIC", "GUOZHUANG", "GLOO")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(told)}
-    return kept | {"PYTHONPATH": str(ROOT)} | more
-
-
-def part(number: int, size: int, timeout_s: float, trouble: str) -> str:
-    """One rank's part; rank 0 returns the result as JSON. ``trouble`` is what happens on rank 1."""
+def part(number: int, size: int, timeout_s: float, trouble: str, over: str) -> str:
+    """One rank's part; rank 0 returns the result as JSON, and makes the file ``over``. ``trouble`` happens on rank 1."""
     what, _, when = trouble.partition(" while ")
 
     def strike(*_: Any) -> Any:
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(10)
+        until(Path(over).exists)
         os._exit(7)
 
     if number == 1 and when == "links":
@@ -56,6 +50,8 @@ def part(number: int, size: int, timeout_s: float, trouble: str) -> str:
         return json.loads(found[0])["exit_code"]
 
     code = worker.take_part(timeout_s, keep)
+    if number == 0:
+        Path(over).touch()
     assert code == (json.loads(found[0])["exit_code"] if found else 0)
     return found[0] if found else ""
 
@@ -65,7 +61,9 @@ def checked(
 ) -> tuple[CheckResults, set[str], float]:
     """(the result of rank 0, the kinds of what was found, how long it took)."""
     start = time.monotonic()
-    answers = run_ranks(part, num_ranks, timeout_s, trouble, init=False, env=env, collect_errors=bool(trouble))
+    with tempfile.TemporaryDirectory() as folder:
+        more = (timeout_s, trouble, f"{folder}/over")
+        answers = run_ranks(part, num_ranks, *more, init=False, env=env, collect_errors=bool(trouble))
     took_s = time.monotonic() - start
     assert not isinstance(answers[0], RankError), answers[0].text
     results = from_json(answers[0])
@@ -166,11 +164,9 @@ def test_a_rank_that_reaches_nobody_says_so_itself() -> None:
     assert took_s < 10
 
 
-def test_by_itself_it_starts_ranks_and_prints_tables() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, "-np", "2"], env=environ(), capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_by_itself_it_starts_ranks_and_prints_tables(tmp_path: Path) -> None:
+    done = guozhuang("check", "-np", 2, folder=tmp_path, timeout_s=100)
+    assert done.returncode == 0, done
     for words in (
         "2 ranks on 1 node",
         "0 \N{EN DASH} 1",
@@ -185,15 +181,7 @@ def test_by_itself_it_starts_ranks_and_prints_tables() -> None:
 
 @pytest.mark.slow
 def test_under_torchrun_json_is_all_there_is_on_stdout(tmp_path: Path) -> None:
-    script = tmp_path / "check.py"
-    script.write_text(COMMAND)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), "--json"],
-        env=environ(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = python(*TORCHRUN, "--nproc-per-node=2", write(tmp_path, COMMAND), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(done.stdout)
     assert document["schema_version"] == 1
@@ -204,19 +192,11 @@ def test_under_torchrun_json_is_all_there_is_on_stdout(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_killed_under_torchrun_is_told_before_the_launcher_ends_the_others(tmp_path: Path) -> None:
-    script = tmp_path / "check.py"
     strike = (
         "import os, time\nfrom guozhuang.check import measure\n"
         "if os.environ['RANK'] == '1':\n    measure.follow = lambda *_: os.kill(os.getpid(), 9)\n"
     )
-    script.write_text(strike + COMMAND)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script), "--json"],
-        env=environ(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = python(*TORCHRUN, "--nproc-per-node=3", write(tmp_path, strike + COMMAND), "--json")
     assert done.returncode == 1
     document = json.loads(done.stdout)
     assert document["absences"][0]["rank"] == 1
@@ -231,15 +211,15 @@ def stopped_store(number: int, size: int) -> str:
     mine = steps.store_of(meeting, store, discover())
     if number == 0:
         steps.write(mine, "pid", os.getpid())
-        steps.read(mine, "over", 20.0)
+        steps.read(mine, "over", 40.0)
         return ""
     keeper = steps.read(mine, "pid", 10.0)
     os.kill(keeper, signal.SIGSTOP)
     start = time.monotonic()
     try:
-        steps.read(mine, "never", 8.0)
+        steps.read(mine, "never", 20.0)
     except WorldError as error:
-        return f"{time.monotonic() - start < 4} {bool(mine.lost)} {error}"
+        return f"{time.monotonic() - start < AT_ONCE_S} {bool(mine.lost)} {error}"
     finally:
         os.kill(keeper, signal.SIGCONT)
         mine.inner.set("over", "true")
@@ -290,7 +270,7 @@ def ended(number: int, size: int, when: str) -> str:
             return before(*given)
 
         setattr(owner, name, strike)
-    return part(number, size, 3.0, "")
+    return part(number, size, 3.0, "", os.devnull)
 
 
 @pytest.mark.parametrize("when", ["facts", "store"])
@@ -305,23 +285,12 @@ def test_a_signal_while_the_ranks_meet_leaves_a_result(when: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=lambda kind: kind.name)
-def test_ending_the_check_ends_its_ranks(how: signal.Signals) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "-np", "2"], env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while len(left := psutil.Process(process.pid).children(recursive=True)) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.send_signal(how)
-        process.communicate(timeout=40)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode not in (0, None)
-    _, alive = psutil.wait_procs(left, timeout=10)
-    assert not alive
+def test_ending_the_check_ends_its_ranks(how: signal.Signals, tmp_path: Path) -> None:
+    with Launched("check", "-np", 2, folder=tmp_path) as launched:
+        launched.until(lambda: len(launched.processes()) > 1)
+        launched.send(how)
+        assert launched.wait(40).returncode != 0
+        assert not launched.left(10)
 
 
 @pytest.mark.parametrize(

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from guozhuang.workloads import load
+from tests.launching import ROOT, guozhuang, python
 
-ROOT = Path(__file__).parents[2]
-RUN = ["-m", "guozhuang", "run", "--nproc-per-node", "2"]
+TRAIN = ROOT / "examples" / "train.py"
 
 
 @pytest.mark.parametrize(
-    "command",
+    "options",
     [
-        pytest.param(["examples/train.py"], id="alone", marks=pytest.mark.slow),
-        pytest.param([*RUN, "examples/train.py"], id="ddp"),
-        pytest.param([*RUN, "--strategy", "torch-ddp", "examples/train.py"], id="torch-ddp", marks=pytest.mark.slow),
+        pytest.param(None, id="alone", marks=pytest.mark.slow),
+        pytest.param([], id="ddp"),
+        pytest.param(["--strategy", "torch-ddp"], id="torch-ddp", marks=pytest.mark.slow),
     ],
 )
-def test_train_learns_under_every_launcher(command: list[str]) -> None:
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=90)
+def test_train_learns_under_every_launcher(options: list[str] | None, tmp_path: Path) -> None:
+    run = ("run", "--nproc-per-node", 2, *(options or []), TRAIN)
+    done = python(TRAIN) if options is None else guozhuang(*run, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", done.stdout)]
     assert len(losses) == 3, done.stdout  # rank 0 alone prints

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from guozhuang.compat.horovod.common import extension
-from tests.launching import HOROVODRUN, ROOT, environment, guozhuang
+from tests.launching import HOROVODRUN, ROOT, guozhuang, python
 
 pytestmark = pytest.mark.waits
 
@@ -36,8 +36,7 @@ def start(begin: list[object], script: list[object], folder: Path) -> subprocess
     """Run it to its end, by `guozhuang run`, by horovodrun, or by Python as it is."""
     path = f"{ROOT}:{extension.ON_PATH}"
     if begin is ALONE:
-        words, environ = [str(word) for word in (*begin, *script)], environment(PYTHONPATH=path)
-        done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=110)
+        done = python(*script, folder=folder, timeout_s=110, PYTHONPATH=path)
     else:
         program = "guozhuang.cli:main" if begin[0] == "run" else HOROVODRUN
         with tempfile.TemporaryDirectory(
@@ -60,7 +59,7 @@ def accuracy(printed: str) -> float:
         pytest.param(RUN, ["--fp16-allreduce"], 2, id="run-fp16"),
         pytest.param(HOROVOD_3, ["--use-adasum"], 3, id="horovodrun-3-adasum", marks=pytest.mark.slow),
         pytest.param(["run", "-np", 4], [], 4, id="run-4", marks=pytest.mark.slow),
-        pytest.param(ALONE, [], 1, id="alone"),
+        pytest.param(ALONE, [], 1, id="alone", marks=pytest.mark.slow),
     ],
 )
 def test_the_synthetic_benchmark_prints_its_rates(
