@@ -7,10 +7,13 @@ until(lambda: launched.printed.count("ready") == 2, told=lambda: launched.printe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 Answer = TypeVar("Answer")
+
+# What does not wait for a time-out (of 15 s or more where this is asked) has ended by then, also on a busy machine.
+AT_ONCE_S = 8.0
 
 
 def until(
@@ -32,7 +35,7 @@ def until(
     return answer
 
 
-def remaining(find: Callable[[], list[Answer]], limit_s: float) -> list[Answer]:
+def remaining(find: Callable[[], Collection[Answer]], limit_s: float) -> Collection[Answer]:
     """Ask again and again until nothing is found; return what is still found after so many seconds."""
     deadline = time.monotonic() + limit_s
     while (found := find()) and time.monotonic() < deadline:

@@ -23,9 +23,6 @@ from guozhuang.groups.shared_memory.rendezvous import Peers, meet
 from guozhuang.groups.shared_memory.segments import Segment
 from tests.ranks import run_ranks
 
-SOON_S = 1.0  # within which a death is noticed
-
-
 TIMEOUT_S = 20.0
 
 

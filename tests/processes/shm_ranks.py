@@ -5,7 +5,6 @@ import gc
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from guozhuang.groups import backend
 from tests.ranks import run_ranks
+from tests.waiting import AT_ONCE_S, remaining
 
 
 def run_shm_ranks(
@@ -39,9 +39,9 @@ def _in_group(
     if is_gloo:
         return result
     gc.collect()
-    deadline = time.monotonic() + 5.0  # a group that was dropped on its own thread ends a moment later
-    while (left := held() - before) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    left = remaining(
+        lambda: held() - before, AT_ONCE_S
+    )  # a group that was dropped on its own thread ends a moment later
     assert not left, f"rank {rank} left behind {sorted(left)}"
     return result
 

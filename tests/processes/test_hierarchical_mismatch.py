@@ -13,6 +13,7 @@ import torch.distributed as dist
 from guozhuang.errors import MismatchError
 from tests.processes.test_hierarchical import EVEN, FLAT, ONE_AND_TWO, PART, THREE_AND_ONE, make
 from tests.ranks import run_ranks
+from tests.waiting import AT_ONCE_S
 
 CALLS: dict[str, Callable[[dist.ProcessGroup], Any]] = {
     "sum": lambda group: dist.all_reduce(torch.ones(1000), group=group),
@@ -64,7 +65,7 @@ def test_ranks_that_ask_for_different_things_are_told_who_asked_for_what(layout:
              "later": f"{5 * PART} float32", "short later": f"{4 * PART} float32", "to last": "root 3", "barrier": "barrier",
              "gather": "gather of 3 float32, root 0, through gloo", "double": "1000 float64"}  # fmt: skip
     for text, _, took_s in run_ranks(differs, len(layout), layout, names):
-        assert took_s < 2.5, text
+        assert took_s < AT_ONCE_S, text
         lines = text.splitlines()[2:]
         assert len(lines) == len(layout), text
         for rank, line in enumerate(lines):
@@ -84,7 +85,7 @@ def is_refused(rank: int, world_size: int, layout: str, what: str) -> tuple[str,
     start = time.monotonic()
     with pytest.raises((RuntimeError, ValueError, AttributeError)) as caught:
         group.allreduce([wrong if rank == world_size - 1 else right], options)
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < AT_ONCE_S
     return type(caught.value).__name__, str(caught.value)
 
 

@@ -41,6 +41,7 @@ from tests.processes.cases import (
     sent_in,
 )
 from tests.ranks import RankError, free_port, run_ranks
+from tests.waiting import remaining, until
 
 # ---- servers of their own
 
@@ -98,10 +99,8 @@ def served(fn: Callable[..., Any], num_workers: int, count: int, *args: Any, **o
 def close(ddp: DistributedDataParallel) -> None:
     assert ddp.reducer is not None
     ddp.reducer._state.close()
-    deadline = time.monotonic() + 10
-    while ours := [t.name for t in threading.enumerate() if t.name.startswith("guozhuang")]:
-        assert time.monotonic() < deadline, f"threads are left: {ours}"
-        time.sleep(0.005)
+    left = remaining(lambda: [t.name for t in threading.enumerate() if t.name.startswith("guozhuang")], 10)
+    assert not left, f"threads are left: {left}"
 
 
 def ten_steps(rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -271,15 +270,17 @@ def case_a_straggler_holds_nobody_within_the_bound(rank: int, size: int) -> None
     store, others = store_of(dist.group.WORLD), range(1, size)
     for r in others:
         store.set(f"straggler/{r}", "0") if r == rank else store.wait([f"straggler/{r}"])
+
+    def steps_of_others() -> list[int]:
+        return [int(store.get(f"straggler/{r}")) for r in others]
+
     for step in range(6):
         if rank == 0:
             # The others come to b + this rank's number of steps without it, and no further while it waits.
-            deadline = time.monotonic() + 10
-            while any(int(store.get(f"straggler/{r}")) < min(step + bound, 6) for r in others):
-                assert time.monotonic() < deadline, [store.get(f"straggler/{r}") for r in others]
-                time.sleep(0.005)
+            expected = [min(step + bound, 6)] * len(others)
+            until(lambda wanted=expected: steps_of_others() == wanted, 10, told=steps_of_others)
             time.sleep(0.05)
-            assert [int(store.get(f"straggler/{r}")) for r in others] == [min(step + bound, 6)] * len(others)
+            assert steps_of_others() == expected
         move(ours, rank, step)
         exchange.after_step(state, step)
         if rank:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -20,8 +18,10 @@ from guozhuang.groups import backend
 from guozhuang.groups.allocation import zeros_for
 from guozhuang.groups.reconfigurable import ReconfigurableGroup, ReconfigureError, ReconfigureHandle
 from guozhuang.groups.shared_memory import rendezvous
+from tests.launching import python
 from tests.processes.shm_ranks import held
 from tests.ranks import RankError, run_ranks
+from tests.waiting import AT_ONCE_S, remaining
 
 THERE = hasattr(dist, "_reconfigure")
 LIMIT = datetime.timedelta(seconds=20)
@@ -171,9 +171,7 @@ def comes_and_goes(number: int, count: int) -> None:
     me.meet("end")
     dist.destroy_process_group()
     me.leave()
-    deadline = time.monotonic() + 5.0
-    while (left := {each for each in held() - before if "socket" not in each}) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    left = remaining(lambda: [each for each in held() - before if "socket" not in each], AT_ONCE_S)
     assert not left, left
 
 
@@ -215,8 +213,8 @@ def test_ranks_are_lost() -> None:
     first, *others = run_ranks(loses_ranks, 3, init=False, collect_errors=True)
     assert not isinstance(first, RankError), first.text
     assert all(isinstance(each, RankError) and each.exit_code == 0 for each in others), others
-    assert max(first[::2]) < 2.0  # the end of a process is noticed
-    assert max(first[1::2]) < 1.0
+    assert max(first[::2]) < AT_ONCE_S  # the end of a process is noticed
+    assert max(first[1::2]) < AT_ONCE_S
 
 
 def over_two_nodes(number: int, count: int) -> float:
@@ -254,7 +252,7 @@ def test_ranks_come_and_go_over_two_nodes() -> None:
     *others, gone = run_ranks(over_two_nodes, 4, init=False, collect_errors=True)
     failed = [each.text for each in others if isinstance(each, RankError)]
     assert not failed and isinstance(gone, RankError) and gone.exit_code == 0, "\n".join(failed)
-    assert max(others) < 5.0  # of 20 s
+    assert max(others) < AT_ONCE_S  # of 20 s
 
 
 NEVER_IMPORTS_US = """
@@ -273,5 +271,5 @@ for name in ("cpu:shm,cuda:nccl", "shm"):
 
 @pytest.mark.skipif(not THERE, reason="PyTorch finds backends by their entry points from 2.14 on")
 def test_a_script_that_never_imports_us() -> None:
-    done = subprocess.run([sys.executable, "-c", NEVER_IMPORTS_US], capture_output=True, text=True, timeout=100)
+    done = python("-c", NEVER_IMPORTS_US)
     assert done.stdout.splitlines() == ["SharedMemoryGroup True"] * 2, done.stderr

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from guozhuang.errors import PeerLost
 from guozhuang.exchange.parameter_server import protocol
 from guozhuang.net.client import Client, PatientStore
+from tests.waiting import AT_ONCE_S
 
 
 class Deaf(dist.Store):
@@ -70,13 +71,13 @@ def deaf() -> Iterator[Deaf]:
 
 
 def test_no_answer_is_an_error_and_then_at_once(deaf: Deaf) -> None:
-    store = PatientStore(deaf, client=Client(1.0))
+    store = PatientStore(deaf, client=Client(1.5))
     with pytest.raises(dist.DistNetworkError, match="has not answered"):
         store.check(["a"])
     begin = time.monotonic()
     with pytest.raises(dist.DistNetworkError, match="has not answered"):
         store.within("part").check(["a"])
-    assert time.monotonic() - begin < 0.8 and "has not answered" in store.lost
+    assert time.monotonic() - begin < 1.4 and "has not answered" in store.lost
     store.close()
 
 
@@ -91,7 +92,7 @@ def test_a_signal_gets_through(deaf: Deaf) -> None:
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             store.check(["a"])
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < AT_ONCE_S
     finally:
         signal.signal(signal.SIGALRM, before)
         deaf.go.set()
