@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -114,6 +115,21 @@ def listed(names: Iterable[str], most: int = 6) -> str:
     if len(all_names) > most:
         return f"{', '.join(all_names[:most])} and {len(all_names) - most} more"
     return " and ".join(filter(None, [", ".join(all_names[:-1]), *all_names[-1:]]))
+
+
+def name_parts(name: str) -> list[str]:
+    """Return the parts of a strategy's name between which a line may end: "low-", "precision-", "decentralized@", "gloo"."""
+    return re.findall(r"[^-@,: ]+[-@,: ]?|[-@,: ]", name)
+
+
+def wrapped_name(name: str, most: int) -> str:
+    """Return a strategy's name in lines of at most ``most`` characters, if its parts are no longer than that."""
+    lines = [""]
+    for part in name_parts(name):
+        if lines[-1] and len(lines[-1] + part.rstrip()) > most:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def merged(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:

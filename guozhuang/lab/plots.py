@@ -213,19 +213,7 @@ def _label_below(axes: Any, text: str, more: str, width: float) -> None:
 
 
 def _wrapped(row: StrategyRow, width: float) -> str:
-    """Return the name of a row in lines that are short enough to leave place for the axes."""
-    name = row.name if row.trains else f"{row.name} (bound)"
-    lines = [""]
-    for part in parts_of(name):
-        if lines[-1] and len(lines[-1] + part.rstrip()) > _NAME_CHARACTERS[width]:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def parts_of(name: str) -> list[str]:
-    """Return the parts of a strategy's name between which a line may end: "low-", "precision-", "decentralized@", "gloo"."""
-    return re.findall(r"[^-@,: ]+[-@,: ]?|[-@,: ]", name)
+    return units.wrapped_name(row.title, _NAME_CHARACTERS[width])
 
 
 def _strategies_down(rows: list[StrategyRow], axes: Any, width: float) -> None:

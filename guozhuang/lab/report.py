@@ -53,7 +53,7 @@ def html(results: Results, verdict: Verdict, pictures: Mapping[str, plots.Pictur
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["unbroken"] = _unbroken
-    environment.filters["parts"] = plots.parts_of
+    environment.filters["parts"] = units.name_parts
     template = environment.from_string(
         resources.files("guozhuang.lab").joinpath("report.html.jinja").read_text("utf-8")
     )

@@ -172,6 +172,11 @@ class StrategyRow:
         return self.failure is None and bool(self.rounds)
 
     @property
+    def title(self) -> str:
+        """Return the name of the row for tables and plots, where that of a bound says so."""
+        return self.name if self.trains else f"{self.name} (bound)"
+
+    @property
     def backend(self) -> str:
         """Return the name of the backend of the strategy's collectives; empty for a strategy of one process."""
         return self.rounds[0].ranks[0].backend

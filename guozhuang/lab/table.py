@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,11 @@ from guozhuang.lab.verdict import Verdict, short
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+
+# In terminals of fewer columns than the first number names are cut into lines of so many characters.
+_WIDE, _NAME_CHARACTERS = 100, 16
+
+_Content = tuple[str, list[str], list[list[str]]]  # of a table: its title, headings, and the cells of each row
 
 
 def show(console: Console, results: Results, verdict: Verdict, report: Path) -> None:
@@ -31,78 +36,72 @@ def show(console: Console, results: Results, verdict: Verdict, report: Path) -> 
     carried = [f"{', '.join(names)} on {backend}" for backend, names in results.backends().items()]
     if carried:
         console.print(Text("; ".join(carried), style="dim"))
-    if any(row.ok for row in results.rows):
-        for table in (_speed(results, verdict), _step(results, verdict), _cost(results, verdict)):
-            console.print(table)
+    rows, most = _ok(results), _NAME_CHARACTERS if console.width < _WIDE else console.width
+    for title, headings, lines in (_speed(results, rows), _step(rows), _cost(results, rows)) if rows else ():
+        table = units.terminal_table(title, ["strategy", *headings], 1, no_wrap=True)
+        for row, cells in zip(rows, lines, strict=True):
+            style = "bold" if row.name == verdict.recommended else "" if row.trains else "dim"
+            table.add_row(units.wrapped_name(row.title, most), *cells, style=style)
+        console.print(table)
     for row in results.rows:
         if row.failure is not None:
             console.print(Text.assemble((f"{row.name} failed", "bold red"), ": ", short(row.failure.cause, 400)))
             console.print(
-                Padding(Text(f"all it printed: {row.failure.log}", style="dim"), (0, 0, 0, 2)), soft_wrap=True
+                Padding(Text(f"all it printed: {row.failure.log}", style="dim"), (0, 0, 0, 2), expand=False),
+                soft_wrap=True,
             )
     console.print(Text(verdict.headline, style="bold green" if verdict.recommended else "bold red"))
     for reason in verdict.reasons:
-        console.print(Padding(Text(reason), (0, 0, 0, 2)))
+        console.print(Padding(Text(reason), (0, 0, 0, 2), expand=False))
     for text in (*verdict.cautions, *results.notes):
-        console.print(Padding(Text(f"Note: {text}", style="yellow"), (0, 0, 0, 2)))
+        console.print(Padding(Text(f"Note: {text}", style="yellow"), (0, 0, 0, 2), expand=False))
     console.print(Text(f"Report: {report}"), soft_wrap=True)
 
 
-def _speed(results: Results, verdict: Verdict) -> Table:
+def _speed(results: Results, rows: Sequence[StrategyRow]) -> _Content:
     ratios = [f"{units.TIMES}\nsingle", f"{units.TIMES} torch-\nddp", "of\nnone"]
-    headings = ["strategy", "samples/s", f"min {units.DASH} max", "epoch", *ratios]
-    table = units.terminal_table("Speed", headings, 1, no_wrap=True)
-    for row in _ok(results):
-        _line(
-            table,
-            row,
-            verdict,
+    headings = ["samples/s", f"min {units.DASH} max", "epoch", *ratios]
+    lines = [
+        [
             units.rate(row.samples_per_s),
             units.span(row.slowest, row.fastest),
             units.duration(results.epoch_s(row)),
             units.times(results.ratio(row, "single")),
             units.times(results.ratio(row, "torch-ddp")),
             units.percent(results.ratio(row, "none")),
-        )
-    return table
-
-
-def _step(results: Results, verdict: Verdict) -> Table:
-    headings = ["strategy", "step", "data", "forward", "backward", "exposed\nexchange", "optimizer"]
-    table = units.terminal_table("How a step divides, ms", headings, 1, no_wrap=True)
-    for row in _ok(results):
-        phases = row.phases
-        parts = (phases.data_s, phases.forward_s, phases.backward_s, phases.exchange_s, phases.optimizer_s)
-        _line(table, row, verdict, units.milliseconds(phases.step_s), *(units.milliseconds(part) for part in parts))
-    return table
-
-
-def _cost(results: Results, verdict: Verdict) -> Table:
-    name = primary_metric(results)
-    headings = [
-        "strategy",
-        "sent per\nstep",
-        "peak of\na rank",
-        "whole\nmachine",
-        "loss",
-        *([name] if name else []),
-        f"max |w {units.MINUS}\nsingle|",
+        ]
+        for row in rows
     ]
-    table = units.terminal_table("Cost and result", headings, 1, no_wrap=True)
-    for row in _ok(results):
+    return "Speed", headings, lines
+
+
+def _step(rows: Sequence[StrategyRow]) -> _Content:
+    headings = ["step", "data", "forward", "backward", "exposed\nexchange", "optimizer"]
+    lines = []
+    for phases in (row.phases for row in rows):
+        parts = (phases.data_s, phases.forward_s, phases.backward_s, phases.exchange_s, phases.optimizer_s)
+        lines.append([units.milliseconds(part) for part in (phases.step_s, *parts)])
+    return "How a step divides, ms", headings, lines
+
+
+def _cost(results: Results, rows: Sequence[StrategyRow]) -> _Content:
+    name = primary_metric(results)
+    of_metric = [name] if name else []
+    sizes = ["sent per\nstep", "peak of\na rank", "whole\nmachine"]
+    lines = []
+    for row in rows:
         difference = units.tiny(row.difference.largest) if row.difference is not None else units.ABSENT
-        _line(
-            table,
-            row,
-            verdict,
-            units.size(row.sent_bytes_per_step),
-            units.size(row.peak_rank_bytes),
-            units.size(row.machine_bytes),
-            f"{row.final_loss:.4f}",
-            *([units.metric(name, row.metrics.get(name))] if name else []),
-            difference if row.exact else "not trained" if not row.trains else "inexact",
+        lines.append(
+            [
+                units.size(row.sent_bytes_per_step),
+                units.size(row.peak_rank_bytes),
+                units.size(row.machine_bytes),
+                f"{row.final_loss:.4f}",
+                *(units.metric(each, row.metrics.get(each)) for each in of_metric),
+                difference if row.exact else "not trained" if not row.trains else "inexact",
+            ]
         )
-    return table
+    return "Cost and result", [*sizes, "loss", *of_metric, f"max |w {units.MINUS}\nsingle|"], lines
 
 
 def primary_metric(results: Results) -> str:
@@ -112,8 +111,3 @@ def primary_metric(results: Results) -> str:
 
 def _ok(results: Results) -> list[StrategyRow]:
     return [row for row in results.rows if row.ok]
-
-
-def _line(table: Table, row: StrategyRow, verdict: Verdict, *cells: str) -> None:
-    style = "bold" if row.name == verdict.recommended else "" if row.trains else "dim"
-    table.add_row(row.name if row.trains else f"{row.name} (bound)", *cells, style=style)
