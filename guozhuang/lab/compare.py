@@ -123,7 +123,8 @@ def perform(
             if unfinished is not None and not num_kept:
                 unfinished.remove()
             kept = f"{num_kept} finished run{'s' * (num_kept != 1)} will not be made again by the same command"
-            progress.print(f"Interrupted: every process was ended. {kept if num_kept else 'Nothing was written'}.")
+            kept = kept if num_kept else "Nothing was written"
+            progress.print(f"Interrupted: every process was ended. {kept}.", highlight=False, soft_wrap=True)
             raise
         results = Results(
             created=datetime.now(UTC).astimezone().strftime("%Y-%m-%d %H:%M %Z"),
@@ -152,10 +153,12 @@ def _resumed(plan: ComparisonPlan, unfinished: Unfinished, progress: Console) ->
     if not kept:
         return 0.0, []
     names = ", ".join(dict.fromkeys(run.contender.name for run in kept))
-    what = f"Going on where a comparison was interrupted: {len(kept)} finished run(s) of {names} are not made again"
+    what = f"{len(kept)} finished run(s) of {names}"
     same = "workload, options, data, machine and versions are the same"
-    progress.print(f"{what}; {same}. --fresh begins anew.", highlight=False, soft_wrap=True, markup=False)
-    return sum(run.duration_s for run in kept), [f"{what.removesuffix(' again')} by this command, but before: {same}."]
+    going_on = f"Going on where a comparison was interrupted: {what} are not made again; {same}. --fresh begins anew."
+    progress.print(going_on, highlight=False, soft_wrap=True, markup=False)
+    note = f"{what} were not made by this command, but before an interruption of the same one: {same}."
+    return sum(run.duration_s for run in kept), [note]
 
 
 def _foresee(
@@ -177,15 +180,15 @@ def _foresee(
         why = _try(plan, forecast, runs)
     if plan.is_short:
         others = f"--all compares all {len(strategies.STRATEGIES)} strategies, --strategies others"
-        progress.print(f"Comparing {', '.join(plan.names)}, which suit this machine; {others}.", highlight=False)
+        chosen = f"Comparing {', '.join(plan.names)}, which suit this machine; {others}."
+        progress.print(chosen, highlight=False, soft_wrap=True)
     steps = f"{settings.num_warmup_steps} + {settings.num_steps} steps"
     what = f"{len(planned)} run{'s' * (len(planned) != 1)} of {steps} in up to {settings.num_rounds} round(s)"
     most_s = forecast.seconds(planned)
     if most_s is not None:
-        least_s = most_s
-        if plan.may_stop_early:
-            least_s = forecast.seconds(run for run in planned if run.part != plan.part(settings.num_rounds)) or 0.0
-        what += f": about {about_span(least_s, most_s)}"
+        # Where only runs of the last round are left, that it is needed was decided before the interruption.
+        sooner = [run for run in planned if run.part != plan.part(settings.num_rounds)] if plan.may_stop_early else []
+        what += f": about {about_span(forecast.seconds(sooner or planned) or 0.0, most_s)}"
     progress.print(f"{what}{why}.", highlight=False, soft_wrap=True)
     if most_s is not None and most_s > _LONG_S and settings.num_steps > _SHORT_STEPS:
         runs_of_two = [run for run in planned if run.part in (plan.part(1), plan.part(2))]
