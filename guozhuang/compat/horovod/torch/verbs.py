@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from .handles import synchronize
 from .submitting import Average, Call, Splits, Sum, broadcasting, check_group, exchanging, reducing
 
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(submitting)
+_allreducing = functools.partial(reducing, Kind.ALLREDUCE)
 
 
 def allreduce(
@@ -53,7 +55,7 @@ def allreduce(
     """
     op = handle_average_backwards_compatibility(op, average)
     sent, ctx = compression.compress(tensor)
-    call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name)
+    call = _allreducing(op, prescale_factor, postscale_factor, process_set, name=name)
     return compression.decompress(call.differentiable(sent)[0], ctx)
 
 
@@ -68,7 +70,7 @@ def allreduce_async(
 ) -> int:
     """Begin ``allreduce`` and return a handle for ``synchronize``. Do not change the tensor before that. Not differentiable."""
     op = handle_average_backwards_compatibility(op, average)
-    call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name)
+    call = _allreducing(op, prescale_factor, postscale_factor, process_set, name=name)
     return call.begin([tensor])
 
 
@@ -83,7 +85,7 @@ def allreduce_(
 ) -> Tensor:
     """Do the same as ``allreduce``, but write the result into the tensor itself and return it. Not differentiable."""
     op = handle_average_backwards_compatibility(op, average)
-    call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, in_place=True)
+    call = _allreducing(op, prescale_factor, postscale_factor, process_set, name=name, in_place=True)
     return call.wait([tensor])  # type: ignore[no-any-return]
 
 
@@ -98,7 +100,7 @@ def allreduce_async_(
 ) -> int:
     """Begin ``allreduce_`` and return a handle for ``synchronize``."""
     op = handle_average_backwards_compatibility(op, average)
-    call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, in_place=True)
+    call = _allreducing(op, prescale_factor, postscale_factor, process_set, name=name, in_place=True)
     return call.begin([tensor])
 
 
@@ -115,7 +117,7 @@ def grouped_allreduce(
     """All-reduce several tensors as one unit: all succeed or none. Return a list; otherwise the same as ``allreduce``."""
     op = handle_average_backwards_compatibility(op, average)
     check_group(tensors)
-    call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True)
+    call = _allreducing(op, prescale_factor, postscale_factor, process_set, name=name, is_group=True)
     return _compressed(call, compression, tensors)
 
 
@@ -130,7 +132,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Begin ``grouped_allreduce`` and return a handle for ``synchronize``, which gives a list. Not differentiable."""
     op = handle_average_backwards_compatibility(op, average)
-    call = reducing(Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True)
+    call = _allreducing(op, prescale_factor, postscale_factor, process_set, name=name, is_group=True)
     return call.begin(tensors)
 
 
@@ -145,9 +147,7 @@ def grouped_allreduce_(
 ) -> list[Tensor]:
     """Do the same as ``grouped_allreduce``, but write results into the tensors themselves. Not differentiable."""
     op = handle_average_backwards_compatibility(op, average)
-    call = reducing(
-        Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True, in_place=True
-    )
+    call = _allreducing(op, prescale_factor, postscale_factor, process_set, name=name, is_group=True, in_place=True)
     return call.wait(tensors)  # type: ignore[no-any-return]
 
 
@@ -162,9 +162,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """Begin ``grouped_allreduce_`` and return a handle for ``synchronize``, which gives a list."""
     op = handle_average_backwards_compatibility(op, average)
-    call = reducing(
-        Kind.ALLREDUCE, op, prescale_factor, postscale_factor, process_set, name=name, is_group=True, in_place=True
-    )
+    call = _allreducing(op, prescale_factor, postscale_factor, process_set, name=name, is_group=True, in_place=True)
     return call.begin(tensors)
 
 
