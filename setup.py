@@ -47,7 +47,6 @@ BESIDE = Path(__file__).resolve().parent / "packaging" / "horovod"
 REDIRECT = "guozhuang-horovod @"
 HOROVOD = [
     *([f"{REDIRECT} {BESIDE.as_uri()}"] if BESIDE.is_dir() and "sdist" not in sys.argv else []),
-    "cloudpickle>=2.2",  # the first for Python 3.11
     "pyyaml",
     "scikit-learn",
 ]

@@ -44,7 +44,6 @@ def _run(monkeypatch: pytest.MonkeyPatch, out: Path, play: Play, *arguments: str
 
 
 def test_from_python_with_a_function_of_a_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("cloudpickle")
     made: dict[str, object] = {}
 
     def execute(_: Runs, spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:

@@ -8,13 +8,13 @@ and counts a step. Here root describes its state, and the other ranks make the s
 
 from __future__ import annotations
 
-import importlib
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 
@@ -99,7 +99,7 @@ def broadcast_object(
     """Return root's object on every rank; root gets its own object back. Every member of the process set must call this.
 
     Args:
-        obj: on root a picklable object, with cloudpickle installed also lambdas and local classes; ignored on other ranks.
+        obj: on root an object that cloudpickle takes, also lambdas and local classes; ignored on other ranks.
         root_rank: rank in the global process set; a member of ``process_set``.
         name: beginning of the names under which tensors are sent, "<name>.sz" and "<name>.t"; None: a name by the order of
             unnamed calls, since the types of the objects may differ between ranks.
@@ -165,22 +165,15 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def pickled(obj: Any) -> Tensor:
-    """Return the object's pickle as a tensor of bytes; made by cloudpickle if that is installed.
+    """Return the object's pickle, made by cloudpickle, as a tensor of bytes.
 
     Raises:
         UsageError: the object cannot be pickled.
     """
     try:
-        dumps, fix = importlib.import_module("cloudpickle").dumps, "send what it is made from"
-    except ImportError:
-        dumps, fix = (
-            pickle.dumps,
-            "install cloudpickle, which takes functions and classes that are defined inside of others",
-        )
-    try:
-        data = dumps(obj)
+        data = cloudpickle.dumps(obj)
     except Exception as error:  # __reduce__ of the object may raise anything
-        what = f"the object cannot be pickled: {type(error).__name__}: {error}"
+        what, fix = f"the object cannot be pickled: {type(error).__name__}: {error}", "send what it is made from"
         raise UsageError(explain(what, value=type(obj).__name__, fix=fix)) from error
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
