@@ -206,6 +206,27 @@ def closures_that_decide(rank: int, num_ranks: int) -> tuple[float, str]:
     return difference(net, twin), digest(net)
 
 
+def where_gradients_become_nan(rank: int, num_ranks: int) -> list[str]:
+    """``--stop-on-nan`` ends a step by whole tensors, which comes first, and one by buckets."""
+    said = []
+    for bad_step in (0, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GUOZHUANG_STOP_ON_NAN", "1")
+            hvd.init()
+        net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        optimizer = wrapped(sgd(net.parameters()), net)
+        for _ in range(bad_step):
+            optimizer.zero_grad()
+            net(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(FloatingPointError) as error:
+            net(torch.full((1, 3), torch.nan)).sum().backward()
+        said.append(str(error.value))
+        hvd.shutdown()
+    return said
+
+
 def all_situations(rank: int, num_ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for situation in (
@@ -215,6 +236,7 @@ def all_situations(rank: int, num_ranks: int) -> dict[str, Any]:
         after_a_mismatch,
         adaptive_steps,
         closures_that_decide,
+        where_gradients_become_nan,
     ):
         found[situation.__name__] = situation(rank, num_ranks)
         hvd.shutdown()
@@ -223,7 +245,7 @@ def all_situations(rank: int, num_ranks: int) -> dict[str, Any]:
 
 def test_in_every_situation() -> None:
     results = run_ranks(all_situations, 3, init=False, timeout_s=90.0)
-    for result in results:
+    for rank, result in enumerate(results):
         assert max(result["in_other_orders"]) < TOLERANCE
         assert result["in_a_process_set"][0] < TOLERANCE
         assert result["with_uneven_data"] < TOLERANCE
@@ -231,6 +253,8 @@ def test_in_every_situation() -> None:
         assert "Mismatched allreduce tensor shapes" in said and error < TOLERANCE
         assert result["adaptive_steps"][0] < 1e-5
         assert result["closures_that_decide"][0] < TOLERANCE
+        for step, said in zip((0, 2), result["where_gradients_become_nan"], strict=True):
+            assert said.startswith(f"[rank {rank}] step {step}: the gradient of "), said
     assert results[0]["in_a_process_set"][1] == results[1]["in_a_process_set"][1]
     for situation in ("adaptive_steps", "closures_that_decide"):
         assert len({result[situation][1] for result in results}) == 1

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import UsageError, explain
+from ...exchange.nan_watch import NanWatch
 from ...groups.allocation import zeros_for
 from ...timeline import Instant, Span
 from .control import ChannelGroups
@@ -128,6 +129,7 @@ class NamedChannel:
         number, ranks, rank: see the arguments. settings: the settings of the engine.
         size: number of ranks.
         group: the group that carries most data; None if this process is no member, and after the end.
+        nan: notices NaN in gradients that are to be submitted; a member has it.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class NamedChannel:
         self._thread: threading.Thread | None = None
         if groups is None or rank is None:
             return
-        self.group = groups.device
+        self.group, self.nan = groups.device, NanWatch(groups.device)
         self._allocate = zeros_for(groups.cpu)
         self._rounds = Rounds(groups.exchange, rank, self.ranks, engine.settings.cache_capacity)
         self._executor = Executor(groups.device, groups.cpu, rank, self._allocate, groups.averages)

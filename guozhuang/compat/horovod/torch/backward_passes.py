@@ -105,6 +105,7 @@ class BackwardPasses(ABC):
         self._asleep: list[Tensor] = []  # parameters that did not require a gradient so far
         self._hooks: list[Any] = []
         self._channel: NamedChannel | None = None
+        self._num_steps = 0
         self._forms: list[Any] = []  # dtype, device, shape and strides of each parameter when its gradient was laid out
         self._lock = threading.RLock()  # a model on several devices has a backward thread per device
         self._warned = False
@@ -206,6 +207,7 @@ class BackwardPasses(ABC):
                 self.abandon()
                 raise
             self._forget()
+            self._num_steps += 1
             if failed is not None:
                 raise HorovodInternalError(str(failed)) from failed
 
@@ -244,6 +246,9 @@ class BackwardPasses(ABC):
         return []
 
     def _launch(self, unit: Unit) -> None:
+        assert self._channel is not None
+        members = unit.members
+        self._channel.nan.look_at([one.name for one in members], [one.parameter for one in members], self._num_steps)
         try:
             self._send(unit)
         except NegotiationError as error:  # the engine has failed
