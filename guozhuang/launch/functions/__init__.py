@@ -75,13 +75,12 @@ def launch(
             mailbox.close()
     finally:
         _one_at_a_time.release()
-    text = "\n".join(report.text for report in reports if report.text)
-    if code == 128 + signal.SIGINT and not any(
-        report.who for report in reports
-    ):  # no rank: this process was interrupted
+    failed = [report.who for report in reports if report.who]
+    if code == 128 + signal.SIGINT and not failed:  # this process was interrupted, and no rank
         raise KeyboardInterrupt
     if code != 0:
-        raise _failure([report.who for report in reports], answers, text, code)
+        text = "\n".join(report.text for report in reports if report.text)
+        raise _failure(failed, answers, text, code)
     missing = [str(rank) for rank, answer in enumerate(answers) if answer is None]
     if missing:
         what = f"all ranks ended with 0, but rank {', '.join(missing)} left before the function had returned"

@@ -164,10 +164,8 @@ def run(rank: Callable[[], int]) -> None:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        with (
-            contextlib.suppress(Exception),
-            visit(secret, doors) as store,
-        ):  # the traceback on standard error tells it too
+        # Where the mailbox cannot be reached, the traceback on standard error tells it.
+        with contextlib.suppress(Exception), visit(secret, doors) as store:
             _put(store, secret, _answer_of(rank()), _pickled_error(error))
         raise
     with visit(secret, doors) as store:
