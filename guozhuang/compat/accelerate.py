@@ -31,9 +31,10 @@ from torch.optim import Optimizer
 
 from guozhuang.compat import prepared
 from guozhuang.distributed import DistributedDataParallel
+from guozhuang.errors import UsageError, explain
 from guozhuang.sharding import clip_grad_norm_
-from guozhuang.strategies import is_prepared, prepare
-from guozhuang.world import init, shutdown
+from guozhuang.strategies import is_prepared
+from guozhuang.world import current, init, shutdown
 
 _OWN_STATE = "guozhuang_rank{}.pt"
 _asked: list[str] = []
@@ -112,7 +113,7 @@ class _State(_StandIn):
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the world as ``gz.shutdown`` does, if it is to be left."""
-        if group is None and prepared.has_world():
+        if group is None and current() is not None:
             shutdown()
         super().destroy_process_group(group)  # type: ignore[misc]
 
@@ -177,19 +178,15 @@ class _Accelerator(_StandIn):
             return placed, optimizers
         this: Any = self
         assert self._strategy is not None
-        handler = this.ddp_handler
+        handler, call = this.ddp_handler, "accelerator.prepare(model, optimizer)"
         options = {} if handler is None else handler.to_kwargs()
-        if len(optimizers) == 1:
-            wrapped, made = prepare(placed, optimizers[0], self._strategy, ddp_options=options)
-            optimizers = [made]
-        else:
-            prepared.refuse_unless_ddp(self._strategy, len(optimizers), "accelerator.prepare(model, optimizer)")
-            wrapped = DistributedDataParallel(placed, **options)
+        wrapped, optimizers = prepared.wrap(
+            placed, optimizers, self._strategy, options, "Accelerate", call, is_seen=True
+        )
         if handler is not None and isinstance(wrapped, DistributedDataParallel):
             handler.register_comm_hook(wrapped)
-        wrapped._is_accelerate_prepared = True  # type: ignore[assignment]
+        wrapped._is_accelerate_prepared = True
         self._models[self._models.index(placed)] = wrapped
-        prepared.said_once("Accelerate", self._strategy)
         return wrapped, optimizers
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from guozhuang.compat.prepared import say_once
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.world import backend_of_cpu_ranks
-
-_said: set[str] = set()
 
 
 def wrapper_for(asked: type) -> type:
     """Return this project's class where PyTorch's own is asked for, and any subclass of it as it is."""
     if asked is not nn.parallel.DistributedDataParallel:
         return asked
-    _say("the script's DistributedDataParallel is Guozhuang's")
+    say_once("the script's DistributedDataParallel is Guozhuang's")
     return DistributedDataParallel
 
 
@@ -41,9 +39,9 @@ def init_process_group(theirs: Callable[..., None], *args: Any, **options: Any) 
     else:
         options["backend"] = backend
     if backend != asked:
-        _say(f"the script's group of backend {asked or 'gloo'} is one of {backend}: {why}")
+        say_once(f"the script's group of backend {asked or 'gloo'} is one of {backend}: {why}")
     elif _with("shm", asked) != asked:
-        _say(f"the script's group keeps its backend {asked or 'gloo'}: {why}")
+        say_once(f"the script's group keeps its backend {asked or 'gloo'}: {why}")
     theirs(*args, **options)
 
 
@@ -54,10 +52,3 @@ def _with(ours: str, asked: Any) -> Any:
     parts = [part.strip() for part in str(asked).lower().split(",")]
     replaced = [ours if part == dist.Backend.GLOO else "cpu:" + ours if part == "cpu:gloo" else part for part in parts]
     return asked if replaced == parts else ",".join(replaced)
-
-
-def _say(text: str) -> None:
-    """Say something once, on the rank that all runs have."""
-    if text not in _said and os.environ.get("RANK", "0") == "0":
-        print(f"guozhuang: {text}", file=sys.stderr, flush=True)
-    _said.add(text)

@@ -13,8 +13,8 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from guozhuang.compat import prepared
+from guozhuang.compat.environment import env
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.sharding import clip_grad_norm_
-from guozhuang.strategies import is_prepared, prepare, unwrap
+from guozhuang.strategies import is_prepared, unwrap
 from guozhuang.world import init
 
 _OWN_STATES = "guozhuang"  # the key of a checkpoint under which the states are that differ between ranks
@@ -83,7 +84,7 @@ class _Strategy:
         told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self.num_processes}
         told |= {"MASTER_ADDR": where.main_address, "MASTER_PORT": where.main_port}
         limit = {} if self._timeout is None else {"timeout_s": self._timeout.total_seconds()}
-        with _environment({name: str(value) for name, value in told.items()}):
+        with env(**{name: str(value) for name, value in told.items()}):
             init(self._process_group_backend, self.root_device, **limit)
         self._process_group_backend = dist.get_backend()
 
@@ -95,14 +96,7 @@ class _Strategy:
             return model, optimizers
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model, optimizers
-        if len(optimizers) == 1:
-            model, made = prepare(model, optimizers[0], self.name, ddp_options=options)
-            optimizers = [made]
-        else:
-            prepared.refuse_unless_ddp(self.name, len(optimizers), call)
-            ids = None if self.root_device.type == "cpu" else [self.root_device.index]
-            model = DistributedDataParallel(model, device_ids=ids, **options)
-        prepared.said_once("Lightning", self.name)
+        model, optimizers = prepared.wrap(model, optimizers, self.name, options, "Lightning", call, is_seen=False)
         self._trained.append(model)
         return model, optimizers
 
@@ -313,18 +307,3 @@ class _NoSync:
         """Return the context, of which ``enabled`` False makes one that does nothing."""
         is_wrapped = enabled and isinstance(module, nn.parallel.DistributedDataParallel)
         return module.no_sync() if is_wrapped else nullcontext()  # type: ignore[operator]
-
-
-@contextmanager
-def _environment(told: Mapping[str, str]) -> Iterator[None]:
-    """Have variables in the environment inside this context."""
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -16,29 +16,23 @@ from torch.optim import Optimizer
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import registry
-from guozhuang.strategies import MARK, PreparedAlready
-from guozhuang.world import current
+from guozhuang.strategies import MARK, PreparedAlready, device_ids, prepare, prepare_unseen
 
 _said: set[str] = set()
 
 
-def said_once(trainer: str, strategy: str) -> None:
-    """Say on rank 0, once for each trainer, what trains in it now."""
-    if trainer not in _said and dist.get_rank() == 0:
-        group = f"{dist.get_world_size()} ranks on backend {dist.get_backend()}"
-        print(f"guozhuang: {trainer} trains by strategy {strategy}, {group}", file=sys.stderr, flush=True)
-    _said.add(trainer)
+def say_once(text: str) -> None:
+    """Say something on rank 0, once in a process."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if text not in _said and rank == 0:
+        print(f"guozhuang: {text}", file=sys.stderr, flush=True)
+    _said.add(text)
 
 
 def variables_of_world() -> bool:
     """Return whether a launcher has told this process that it is one of several."""
     text = os.environ.get("WORLD_SIZE", "1")
     return "RANK" in os.environ and text.isdigit() and int(text) > 1
-
-
-def has_world() -> bool:
-    """Return whether ``gz.init`` has met the other ranks."""
-    return current() is not None
 
 
 @contextmanager
@@ -54,16 +48,42 @@ def as_equal(model: nn.Module) -> Iterator[None]:
             vars(model)[MARK] = mark
 
 
-def refuse_unless_ddp(strategy: str, num_optimizers: int, call: str) -> None:
-    """Raise if a strategy that needs the optimizer of a model is to do without one, or with several.
+def wrap(
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    strategy: str,
+    options: Mapping[str, Any],
+    trainer: str,
+    call: str,
+    *,
+    is_seen: bool,
+) -> tuple[Any, list[Optimizer]]:
+    """Prepare a model with its optimizers, and say once by which strategy the trainer trains. Every rank must call it.
+
+    Args:
+        model: the bare model.
+        optimizers: those that a strategy other than ddp is to step: exactly one.
+        strategy: a name that ``gz.prepare`` knows.
+        options: arguments of ``DistributedDataParallel``.
+        trainer: the name of the trainer.
+        call: how a script hands both over, for the error.
+        is_seen: whether scripts get to see what this returns, and not their own module alone.
 
     Raises:
-        UsageError: the strategy is another one than ddp.
+        UsageError: the strategy needs the one optimizer, and there is none or several.
     """
-    if strategy != "ddp":
-        what = f"strategy {strategy} takes a model together with its one optimizer, and there are {num_optimizers}"
+    if len(optimizers) == 1:
+        model, made = (prepare if is_seen else prepare_unseen)(model, optimizers[0], strategy, ddp_options=options)
+        optimizers = [made]
+    elif strategy == "ddp":
+        model = DistributedDataParallel(model, **{"device_ids": device_ids(model), **options})
+    else:
+        what = f"strategy {strategy} takes a model together with its one optimizer, and there are {len(optimizers)}"
         fix = f"prepare both in one call, {call}, with one optimizer for all parameters; or choose the strategy ddp"
         raise UsageError(explain(what, value=strategy, fix=fix))
+    group = f"{dist.get_world_size()} ranks on backend {dist.get_backend()}"
+    say_once(f"{trainer} trains by strategy {strategy}, {group}")
+    return model, optimizers
 
 
 def agree(model: nn.Module) -> None:

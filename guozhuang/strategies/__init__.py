@@ -1,9 +1,9 @@
 """Strategies: names (``table``), what applies them (``ways``), ``prepare`` (``apply``), what it returns (``prepared``)."""
 
-from .apply import MARK, PreparedAlready, is_prepared, prepare, record_steps
+from .apply import MARK, PreparedAlready, is_prepared, prepare, prepare_unseen, record_steps
 from .prepared import unwrap
 from .table import DEFAULT, STRATEGIES, Strategy, check_groups, get, register
-from .ways import PreparedPair, Setup, WithExchange
+from .ways import PreparedPair, Setup, WithExchange, device_ids
 
 __all__ = [
     "DEFAULT",
@@ -15,9 +15,11 @@ __all__ = [
     "Strategy",
     "WithExchange",
     "check_groups",
+    "device_ids",
     "get",
     "is_prepared",
     "prepare",
+    "prepare_unseen",
     "record_steps",
     "register",
     "unwrap",

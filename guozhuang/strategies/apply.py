@@ -81,6 +81,21 @@ def prepare(
         UsageError: the name is unknown, the strategy is impossible in this world, the model
             is wrapped already or has nothing to train, or the optimizer holds parameters that the model lacks.
     """
+    prepared = prepare_unseen(model, optimizer, strategy, num_replicas=num_replicas, ddp_options=ddp_options)
+    if (world := current()) is not None and world.rank == 0:
+        warn_of_hidden(prepared[0])
+    return prepared
+
+
+def prepare_unseen(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: str | None = None,
+    *,
+    num_replicas: int | None = None,
+    ddp_options: Mapping[str, Any] | None = None,
+) -> PreparedPair:
+    """Do what :func:`prepare` does for a trainer whose scripts see their own module alone, of which nothing can be hidden."""
     world = current()
     if world is None:
         world = init()
@@ -100,8 +115,6 @@ def prepare(
     found = chosen.prepare(model, optimizer, Setup(world, num_replicas, num_groups, ddp_options or {}))
     prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
     registry.add_trained(model, *prepared, chosen.name)
-    if world.rank == 0:
-        warn_of_hidden(prepared[0], chosen.name)
     if requested_checkpoint() is not None:
         from guozhuang.checkpoint.run import begin_session  # imported only when needed
 

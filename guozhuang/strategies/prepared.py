@@ -207,14 +207,14 @@ class PreparedDataParallel(StandsForModule, DataParallel[nn.Module]):
     """This project's DataParallel, standing for its module."""
 
 
-def warn_of_hidden(model: nn.Module, strategy: str) -> None:
+def warn_of_hidden(model: nn.Module) -> None:
     """Log a warning if public attributes of the module are hidden by other ones of the wrapper around it."""
     if not isinstance(model, StandsForModule):
         return
     theirs = _public(model.module, nn.Module)
     hidden = sorted(name for name in theirs & _public(model, nn.Module) if _differ(model, name))
     if hidden:
-        what = f"under the strategy {strategy} the prepared model has attributes of its own that hide your model's"
+        what = "the prepared model has attributes of its own that hide your model's"
         _log.warning("%s", explain(what, value=hidden, fix=f"reach yours by gz.unwrap(model).{hidden[0]}"))
 
 

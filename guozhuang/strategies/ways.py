@@ -140,7 +140,7 @@ def none(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Modul
 
 def ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
     """Wrap the model in this project's DistributedDataParallel."""
-    options = {"device_ids": _device_ids(model), "process_group": _group(setup), **setup.ddp_options}
+    options = {"device_ids": device_ids(model), "process_group": _group(setup), **setup.ddp_options}
     wrapped = PreparedDDP(model, **options)
     wrapped.look_at_steps(optimizer)
     return wrapped, optimizer
@@ -191,7 +191,7 @@ class WithExchange:
     def __call__(self, model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
         """Return the model and the optimizer to use in place of the user's. Every rank must call."""
         exchange, optimizer = self.make(optimizer)
-        wrapped = PreparedDDP(model, **{"device_ids": _device_ids(model), **setup.ddp_options})
+        wrapped = PreparedDDP(model, **{"device_ids": device_ids(model), **setup.ddp_options})
         if isinstance(exchange, GradientExchange):
             wrapped.use_exchange(exchange)
         else:
@@ -207,7 +207,7 @@ def wraps_in_ddp(prepare: Callable[..., object]) -> bool:
 
 def torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
     """Wrap the model in PyTorch's DistributedDataParallel."""
-    options = {"device_ids": _device_ids(model), "process_group": _group(setup), **setup.ddp_options}
+    options = {"device_ids": device_ids(model), "process_group": _group(setup), **setup.ddp_options}
     wrapped = PreparedTorchDDP(model, **options)
     wrapped.look_at_steps(optimizer)
     return wrapped, optimizer
@@ -277,7 +277,7 @@ def _group(setup: Setup) -> dist.ProcessGroup | None:
     return round_robin.over(setup.num_groups, timeout_s(dist.group.WORLD))
 
 
-def _device_ids(model: nn.Module) -> list[torch.device] | None:
+def device_ids(model: nn.Module) -> list[torch.device] | None:
     """Return the model's device in a list if it is a single accelerator; None for the CPU or several devices."""
     devices = {parameter.device for parameter in model.parameters()}
     return list(devices) if len(devices) == 1 and next(iter(devices)).type != "cpu" else None

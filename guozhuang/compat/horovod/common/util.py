@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.torch_version import TorchVersion
 
+from guozhuang.compat.environment import env
 from guozhuang.errors import explain
 
 from .basics import HorovodBasics
@@ -156,26 +155,3 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | 
         return int(reduce_ops.Average if average else reduce_ops.Sum)
 
     return chosen
-
-
-@contextlib.contextmanager
-def env(**wanted: str | None) -> Iterator[None]:
-    """Set environment variables for the ``with`` block, or remove those given as None; restore them after it. Not thread-safe.
-
-    Raises:
-        TypeError: a value is no string; nothing is changed then.
-    """
-    before = {name: os.environ.get(name) for name in wanted}
-    try:
-        _put(wanted)
-        yield
-    finally:
-        _put(before)
-
-
-def _put(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
