@@ -84,15 +84,16 @@ def stand_in(theirs: type, ours: str) -> None:
 
 
 def _replace_function(module: Any, name: str, ours: str) -> None:
-    """Let a function of torch, under all names by which torch's modules know it, be ``ours(theirs, ...)``."""
+    """Let a function of a library, in all modules of it that know the function, be ``ours(theirs, ...)``."""
     theirs = getattr(module, name)
 
     @functools.wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _named(ours)(theirs, *args, **kwargs)
+        return _named(ours)(theirs, *args, **kwargs) if is_wanted() else theirs(*args, **kwargs)
 
+    library = module.__name__.partition(".")[0] + "."
     for each in list(sys.modules.values()):
-        if getattr(each, "__name__", "").startswith("torch.") and vars(each).get(name) is theirs:
+        if getattr(each, "__name__", "").startswith(library) and vars(each).get(name) is theirs:
             setattr(each, name, call)
 
 
@@ -120,9 +121,14 @@ def _allow_name(arguments: Any) -> None:
         choices.append("shm")
 
 
+def _serve_launcher(found: Any) -> None:
+    _replace_function(sys.modules[found.__module__], found.__name__, f"{_ACCELERATE}:launched")
+
+
 # Modules of other libraries, an attribute that shows that the module has run, and what is done with its value then.
 _WAITING: dict[tuple[str, str], Callable[[Any], None]] = {
     ("accelerate.state", "PartialState"): lambda found: stand_in(found, f"{_ACCELERATE}:state_class"),
+    ("accelerate.utils.launch", "prepare_simple_launcher_cmd_env"): _serve_launcher,
     ("transformers.training_args", "TrainingArguments"): _allow_name,
     ("accelerate.accelerator", "Accelerator"): lambda found: stand_in(found, f"{_ACCELERATE}:accelerator_class"),
 }

@@ -72,6 +72,19 @@ def accelerator_class(theirs: type) -> type:
     return theirs if issubclass(theirs, _Accelerator) else type(theirs.__name__, (_Accelerator, theirs), {})
 
 
+def launched(theirs: Callable[..., Any], asked: Any) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment by which ``accelerate launch`` starts a script, where it has no GPUs to count.
+
+    Accelerate would start one process then, unless mpirun starts more, whatever ``--num_processes`` says. Where a strategy is
+    asked for, ``guozhuang run`` starts as many ranks.
+    """
+    command, environment = theirs(asked)
+    if _strategy() and (asked.num_processes or 1) > 1 and asked.num_machines == 1 and not asked.mpirun_hostfile:
+        run = [sys.executable, "-m", "guozhuang", "run", "-np", str(asked.num_processes), "--standalone", "--no-python"]
+        command = [*run, *command]
+    return command, environment
+
+
 def __getattr__(name: str) -> Any:
     if name == "Accelerator":
         return accelerator_class(accelerate.Accelerator)
@@ -132,6 +145,18 @@ class _Accelerator(_StandIn):
         super().__init__(*args, **options)
         if self._strategy is not None:
             _serve_trainer()
+            self._check_kind(self._strategy)
+
+    def _check_kind(self, strategy: str) -> None:
+        kind = self.distributed_type.value  # type: ignore[attr-defined]
+        if kind == "NO" and "RANK" not in os.environ:
+            prepared.say_once(
+                f"strategy {strategy} has this one process to train in. Fix: start ranks, as guozhuang run -np N does"
+            )
+        elif kind not in (*_SERVED, "NO"):
+            what = f"Accelerate was told to distribute the training itself, and strategy {strategy} would do so too"
+            fix = "leave out GUOZHUANG_STRATEGY, or the plugin or the configuration of Accelerate"
+            raise UsageError(explain(what, value=kind, fix=fix))
 
     @property
     def _acts(self) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launching import guozhuang, write
+from tests.launching import environment, guozhuang, write
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -171,10 +173,43 @@ torch.save(accelerator.get_state_dict(model)["weight"].clone(), f"again{accelera
 """
 
 
+def by_accelerate(*words: object, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """``accelerate launch``, as a user types it."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *map(str, words)]
+    return subprocess.run(
+        command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=100, check=False
+    )
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "sharded"])
 def test_a_module_that_is_trained_again_with_a_new_optimizer_is_averaged_again(tmp_path: Path, strategy: str) -> None:
     script = write(tmp_path, AGAIN)
-    done = guozhuang("run", "-np", 2, script, folder=tmp_path, timeout_s=100, GUOZHUANG_STRATEGY=strategy)
+    if strategy == "sharded":  # Accelerate's own launcher would start one rank
+        done = by_accelerate("--cpu", "--num_processes", 2, script, folder=tmp_path, GUOZHUANG_STRATEGY=strategy)
+    else:
+        done = guozhuang("run", "-np", 2, script, folder=tmp_path, timeout_s=100, GUOZHUANG_STRATEGY=strategy)
     assert done.returncode == 0, done
+    assert f"Accelerate trains by strategy {strategy}, 2 ranks on backend shm" in done.stderr, done.stderr
     first, second = (torch.load(tmp_path / f"again{rank}.pt") for rank in range(2))
     assert torch.equal(first, second)
+
+
+REFUSED = """
+from types import SimpleNamespace
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+accelerator = Accelerator(cpu=True)
+try:
+    type(accelerator)._check_kind(SimpleNamespace(distributed_type=DistributedType.FSDP), "sharded")
+except ValueError as error:
+    assert "got 'FSDP'" in str(error), error
+else:
+    raise AssertionError("not refused")
+"""
+
+
+def test_a_strategy_that_cannot_act_is_said_or_refused(tmp_path: Path) -> None:
+    script = write(tmp_path, REFUSED)
+    done = by_accelerate("--cpu", "--num_processes", 1, script, folder=tmp_path, GUOZHUANG_STRATEGY="sharded")
+    assert done.returncode == 0 and done.stderr.count("strategy sharded has this one process to train in") == 1, done
