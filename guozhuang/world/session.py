@@ -289,8 +289,8 @@ def _enter(
     _session.backend, _session.timeout_s, _session.process = backend, timeout_s, os.getpid()
     atexit.unregister(_leave)
     atexit.register(_leave)
-    if world.rank == 0 and newer_than_tried():
-        _log.warning("%s", newer_than_tried())
+    if world.rank == 0:
+        _say_if_newer()
     by_whom = ["chosen" if one is None else "as asked" for one in asked]
     _log.info(
         "rank %d of %d on node %d of %d, launcher %s; backend %s (%s), device %s (%s)%s",
@@ -299,6 +299,12 @@ def _enter(
         "" if made_group else "; the process group was there already",
     )
     return world
+
+
+@functools.cache  # once in a process, which may enter several worlds
+def _say_if_newer() -> None:
+    if text := newer_than_tried():
+        _log.warning("%s", text)
 
 
 def _check_same(world: World, backend: str | None, device: str | torch.device | None, timeout_s: float) -> None:

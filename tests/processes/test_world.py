@@ -88,6 +88,11 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
 def enters_alone(rank: int, world_size: int) -> tuple[world.World, list[str], float, str | None]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("guozhuang").addHandler(handler)
+    session.newer_than_tried = lambda: "this PyTorch is newer than any that was tried"
     me = world.init()
     assert world.init() is me
     assert world.current() is me
@@ -108,6 +113,7 @@ def enters_alone(rank: int, world_size: int) -> tuple[world.World, list[str], fl
     assert again == me
     dist.barrier()
     world.shutdown()
+    assert said == [session.newer_than_tried()]
     return me, addresses, float(tensor.sum()), os.environ.get("GLOO_SOCKET_IFNAME")
 
 
