@@ -20,7 +20,7 @@ from ..exchange.comm_hook import Hook
 from ..gradients.buckets import Caps
 from ..weights.around import AroundSteps
 from ..weights.equal_start import broadcast_tensors
-from ..world.versions import never_compiled
+from ..world.versions import field, never_compiled
 from .arguments import MIB
 from .torch_reducer import TorchReducer
 
@@ -68,7 +68,7 @@ class TorchSurface:
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
         self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.bucket_bytes_cap = max(self.bucket_bytes_cap_list, default=self._caps.each[-1])
-        if make_config := getattr(torch.nn.parallel.distributed, "_BucketCapacityConfig", None):  # since torch 2.13
+        if make_config := field(torch.nn.parallel.distributed, "_BucketCapacityConfig"):
             self._bucket_config = make_config.create(bucket_cap_mb, bucket_cap_mb_list, use_python_reducer=False)
         self._module_parameters = [
             p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore

@@ -122,9 +122,9 @@ def name_of(method: str) -> str:
     return method if hasattr(dist.ProcessGroup, method) else RENAMED.get(method, method)
 
 
-def field(config: object, name: str) -> Any:
-    """Return the setting ``name`` of a configuration; None in versions of PyTorch that lack it."""
-    return getattr(config, name, None)
+def field(part: object, name: str) -> Any:
+    """Return the attribute ``name`` of a module, class or configuration of PyTorch; None in versions that lack it."""
+    return getattr(part, name, None)
 
 
 def bound_to_numa(command: list[str], local_rank: int, options: Any) -> list[str]:
