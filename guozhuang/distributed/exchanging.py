@@ -87,13 +87,7 @@ class Exchanging:
 
     def _choose(self, exchange: GradientExchange[Any], what: str, value: object) -> None:
         if self._chosen is not None:
-            raise RuntimeError(
-                explain(
-                    f"{what} can be registered only once",
-                    value=value,
-                    fix=_WRAP_ANEW,
-                )
-            )
+            raise RuntimeError(explain(f"{what} can be registered only once", value=value, fix=_WRAP_ANEW))
         if self._precision is not None:
             raise RuntimeError(explain("mixed_precision has a communication hook of its own", fix="use one of the two"))
         if self._reducer is not None and self._reducer.step > 0:

@@ -131,9 +131,9 @@ def expect_one_backward(reducer: TorchReducer) -> None:
     if not reducer.buckets or reducer.group.size() == 1:
         return
     if reducer.awaited_pass == reducer.step:
-        what = "inside join() a second forward came before a backward of the first one; ranks that have run out of data take"
+        what = "a second forward came before a backward of the first one"
         fix = "run a forward whose loss is added to that of another one inside no_sync(), one without backward inside no_grad()"
-        raise UsageError(explain(f"{what} part in one backward for each forward", rank=reducer.group.rank(), fix=fix))
+        raise _not_one_for_each(what, reducer.group.rank(), fix)
     reducer.awaited_pass = reducer.step
 
 
@@ -144,9 +144,13 @@ def refuse_second_backward(reducer: TorchReducer) -> None:
         UsageError: no synchronized forward came between the last backward and this one.
     """
     if reducer.group.size() > 1 and reducer.awaited_pass != reducer.step:
-        what = "inside join() a backward came without a synchronized forward of its own; ranks that have run out of data take"
-        fix = "add the losses of one forward and call backward once"
-        raise UsageError(explain(f"{what} part in one backward for each forward", rank=reducer.group.rank(), fix=fix))
+        what = "a backward came without a synchronized forward of its own"
+        raise _not_one_for_each(what, reducer.group.rank(), "add the losses of one forward and call backward once")
+
+
+def _not_one_for_each(what: str, rank: int, fix: str) -> UsageError:
+    why = "ranks that have run out of data take part in one backward for each forward"
+    return UsageError(explain(f"inside join() {what}; {why}", rank=rank, fix=fix))
 
 
 def tell_synchronization(ddp: DistributedDataParallel, synchronizes: bool) -> bool:
