@@ -23,17 +23,16 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import Variable
 
-from ..exchange.base import GradientExchange, Work
+from ..exchange.base import Work
 from ..exchange.nan_watch import NanWatch
 from ..exchange.sparse import all_gather_mean, no_rows
 from ..timeline import Timeline
 from ..world.versions import never_compiled
 from .bucketed import BucketedParameters
-from .buckets import Bucket, Caps
+from .buckets import Bucket
 from .forwards import Forwards, current_number
 from .passes import (
     Pass,
-    ReducerOptions,
     broken_off,
     graph_lacks,
     late_gradient,
@@ -60,16 +59,9 @@ class Reducer(BucketedParameters):
         error: the text of the last error that was raised here; "" before.
     """
 
-    def __init__(
-        self,
-        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
-        sparse: frozenset[str],
-        group: dist.ProcessGroup,
-        exchange: GradientExchange[Any],
-        caps: Caps,
-        options: ReducerOptions,
-    ) -> None:
-        self._unused, self._nan = UnusedReport(group), NanWatch(group)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._unused, self._nan = UnusedReport(self.group), NanWatch(self.group)
         self._lock = threading.RLock()  # autograd runs backward in one thread per device, and each calls hooks
         self._pass: Pass | None = None
         self._last_pass: Pass | None = None  # keeps its works: see [Note: who drops a work last] in passes.py
@@ -78,12 +70,11 @@ class Reducer(BucketedParameters):
         self._forward_start = current_number()
         self._any_backward = False  # whether the next backward is a pass, whichever forward made its graph
         self.exchange_step: Callable[[], int] | None = None
-        self.num_active_ranks = group.size()
+        self.num_active_ranks = self.group.size()
         self.timeline: Timeline | None = None
         self.num_ranks_used: list[int] = []
         self.error = ""
         self._left_out: list[int] = []  # under static_graph, the parameters that the last pass lacked against the first
-        super().__init__(named_parameters, sparse, group, exchange, caps, options)
 
     # ---- This method runs between two passes. -----------------------------------------------------------------------------
 
