@@ -1,7 +1,8 @@
-"""The base class of process groups written in Python: it stores a group's rank, size and names."""
+"""The base classes of process groups written in Python: they hold what torch.distributed reads from any group."""
 
 from __future__ import annotations
 
+import datetime
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,3 +71,55 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def getGroupDesc(self) -> str:
         """Return the description that ``torch.distributed`` gave the group."""
         return self._description
+
+
+class OwnBackend(PythonGroup):
+    """A group that is its own backend for CPU tensors, so that torch.distributed reads the properties of both from it.
+
+    A subclass sets ``_store`` and ``_timeout``.
+    """
+
+    _store: dist.Store
+    _timeout: datetime.timedelta
+
+    supports_splitting = supports_coalescing = supports_shrinking = False
+    supports_tensor_alloc = supports_time_estimate = False
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks of the group."""
+        return self._size
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return self._backend
+
+    @property
+    def options(self) -> object:
+        """Return the options that the group was made with."""
+        return torch._C._distributed_c10d.Backend.Options(self._backend, self._timeout)
+
+    def _group_on(self, device: torch.device) -> Any:
+        """Return the group for tensors on another device than the CPU; raise RuntimeError if there is none."""
+        raise NotImplementedError
+
+    def _get_backend(self, device: torch.device | str) -> Any:
+        device = torch.device(device)
+        return self if device.type == "cpu" else self._group_on(device)._get_backend(device)
+
+    def get_group_store(self) -> dist.Store:
+        """Return the store that the group was made with."""
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: calls are counted from the creation of the group, or from the last change of its ranks."""
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        """Change the time-out of calls that begin from now on. Affects this rank only."""
+        self._timeout = timeout
+
+    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
+        self.set_timeout(timeout)

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.groups import roll_call
+from guozhuang.groups.base import OwnBackend
 from guozhuang.groups.forwarding import ForwardingGroup
 from guozhuang.groups.serial import CallWork
 from guozhuang.groups.shared_memory.engine import native_built
@@ -66,7 +67,7 @@ class ReconfigureHandle(NamedTuple):
             raise ReconfigureError(explain('no handle of an "shm" group', value=text, fix=_FIX)) from error
 
 
-class ReconfigurableGroup(ForwardingGroup):
+class ReconfigurableGroup(OwnBackend, ForwardingGroup):
     """A process group whose ranks are chosen by ``reconfigure``, any number of times; it has none before the first.
 
     Constructing it is not collective. Ranks that are gone take no part in a change, nor do ranks that are left out. Collectives
@@ -80,10 +81,7 @@ class ReconfigurableGroup(ForwardingGroup):
         timeout: the limit of each collective, and of a change that has no limit of its own.
     """
 
-    # Read by torch.distributed from a group, or from a group's backend for a device: this object is both.
     supports_reconfigure = True
-    supports_splitting = supports_coalescing = supports_shrinking = False
-    supports_tensor_alloc = supports_time_estimate = False
 
     def __init__(
         self,
@@ -158,7 +156,7 @@ class ReconfigurableGroup(ForwardingGroup):
     ) -> Any:
         processes, size = [card.process for card in cards], len(cards)
         if len({each.node for each in processes}) == 1:
-            return SharedMemoryGroup(store, rank, size, timeout, size, processes, (listener, cards))
+            return SharedMemoryGroup(store, rank, size, timeout, invited=(listener, cards))
         from guozhuang.groups.hierarchical import HierarchicalGroup
 
         def ended(peer: int) -> int | None:
@@ -187,53 +185,27 @@ class ReconfigurableGroup(ForwardingGroup):
 
     # Properties that torch.distributed reads.
 
-    def rank(self) -> int:
-        """Return this process's rank in the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Return the number of ranks of the group."""
-        return self._size
-
-    def name(self) -> str:
-        """Return the name of the backend."""
-        return "shm"
-
-    @property
-    def options(self) -> object:
-        """Return the options that the group was made with."""
-        return torch._C._distributed_c10d.Backend.Options("shm", self._timeout)
-
     @property
     @override
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")] if self._group is None else super()._device_types
 
     @override
-    def _get_backend(self, device: torch.device | str) -> object:
-        return self if torch.device(device).type == "cpu" else self._target()._get_backend(device)
+    def _group_on(self, device: torch.device) -> Any:
+        return self._target()
 
     def get_error(self) -> Any:
         """Return success: what a rank fails with, it raises."""
         return torch._C._distributed_c10d.ErrorType.SUCCESS
 
-    def get_group_store(self) -> dist.Store:
-        """Return the store that the group was made with."""
-        return self._store
-
     def _get_sequence_number_for_group(self) -> int:
         return int(self._target()._get_sequence_number_for_group())
 
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: calls are counted from each change on."""
-
+    @override
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Change the limit of collectives that begin from now on, and of later changes. Affects this rank only."""
-        self._timeout = timeout
+        super().set_timeout(timeout)
         if self._group is not None:
             self._group.set_timeout(timeout)
-
-    _set_default_timeout = set_timeout
 
     def abort(self) -> None:
         """Leave the ranks at once: peers that wait for this rank raise. A later ``reconfigure`` gives the group ranks again."""

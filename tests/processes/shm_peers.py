@@ -19,7 +19,7 @@ import torch.distributed as dist
 from guozhuang.groups.shared_memory.arena import Arena
 from guozhuang.groups.shared_memory.engine import MAIN_BYTES
 from guozhuang.groups.shared_memory.point_to_point import PointToPoint
-from guozhuang.groups.shared_memory.rendezvous import Peers, meet
+from guozhuang.groups.shared_memory.rendezvous import Peers, connect, meet
 from guozhuang.groups.shared_memory.segments import Segment
 from tests.ranks import run_ranks
 
@@ -55,7 +55,8 @@ def barrier(size: int) -> None:
 
 
 def met(rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Peers:
-    return meet(a_store(), rank, size, timeout_s, Segment.create(MAIN_BYTES, "guozhuang-main"))[0]
+    listener, cards = meet(a_store(), rank, size, timeout_s)
+    return connect(rank, cards, listener, timeout_s, Segment.create(MAIN_BYTES, "guozhuang-main"))
 
 
 @contextlib.contextmanager

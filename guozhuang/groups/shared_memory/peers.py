@@ -39,7 +39,7 @@ _SLICE_S: Final = 0.05  # one wait for a socket; short, as another thread may re
 
 
 class Peers:
-    """The connected ranks of a group. Made by ``rendezvous.meet``; thread-safe.
+    """The connected ranks of a group. Made by ``rendezvous.connect``; thread-safe.
 
     Args:
         rank: this process in the group.

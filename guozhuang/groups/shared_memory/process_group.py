@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
+from typing_extensions import override
 
 from guozhuang.errors import PeerLost, WorldError, explain
 from guozhuang.groups import roll_call
+from guozhuang.groups.base import OwnBackend
 from guozhuang.groups.gloo import OtherDevices
 from guozhuang.groups.profiling import recorded
 from guozhuang.groups.turns import Turns, refuse_fork
@@ -39,7 +41,7 @@ _AT_EXIT_PATIENCE_S = 1.0  # how long to wait at the interpreter's exit for coll
 _SHUTDOWN_PATIENCE_S = 10.0  # how long to wait for running collectives when the group is destroyed
 
 
-class SharedMemoryGroup(CollectiveCalls):
+class SharedMemoryGroup(CollectiveCalls, OwnBackend):
     """A process group of ranks on one node that communicate through shared memory. Every rank must construct it.
 
     Its collectives raise ``PeerLost`` (a rank is gone, left or broke the group, or did not join in time; the group is unusable
@@ -159,52 +161,23 @@ class SharedMemoryGroup(CollectiveCalls):
             text = f"{first}\n{error}"
             raise PeerLost(text, rank=error.rank, pid=error.pid, waiting_in=error.waiting_in) from None
 
-    # Properties that torch.distributed reads from a group, or from a group's backend for a device: this object is both.
-
-    supports_splitting = supports_coalescing = supports_shrinking = False
-    supports_tensor_alloc = supports_time_estimate = False
-
-    def rank(self) -> int:
-        """Return this process's rank in the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Return the number of ranks of the group."""
-        return self._size
-
-    def name(self) -> str:
-        """Return the name of the backend."""
-        return "shm"
-
-    @property
-    def options(self) -> object:
-        """Return the options that the group was made with."""
-        return torch._C._distributed_c10d.Backend.Options("shm", self._timeout)
+    # Properties that torch.distributed reads.
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu"), *self._others.devices()]
 
-    def _get_backend(self, device: torch.device | str) -> object:
-        """Return the group itself for the CPU, else the device's backend; raise RuntimeError for an unsupported device."""
-        device = torch.device(device)
-        return self if device.type == "cpu" else self._others.group_on(device)._get_backend(device)
-
-    def get_group_store(self) -> dist.Store:
-        """Return the store that the group was made with."""
-        return self._store
+    @override
+    def _group_on(self, device: torch.device) -> dist.ProcessGroup:
+        return self._others.group_on(device)
 
     def _get_sequence_number_for_group(self) -> int:
         return self._num_calls
 
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: calls are counted from the group's creation."""
-
+    @override
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Change the time-out of collectives, sends and receives that begin from now on. Affects this rank only."""
-        self._timeout, self._timeout_s = timeout, timeout.total_seconds()
-
-    _set_default_timeout = set_timeout
+        super().set_timeout(timeout)
+        self._timeout_s = timeout.total_seconds()
 
     # The methods below end the group.
 
@@ -251,14 +224,15 @@ class GroupResources:
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._process = os.getpid()
         main = Segment.create(MAIN_BYTES, f"guozhuang-{rank}")
-        self._peers: Peers
-        if invited is None:
-            self._peers, notes = meet(store, rank, size, timeout_s, main, own_cores(num_neighbours), processes)
-        else:
-            listener, cards = invited
-            self._peers, notes = connect(rank, cards, listener, timeout_s, main), [card.note for card in cards]
         try:
-            told = [json.loads(each) for each in notes]
+            invited = invited or meet(store, rank, size, timeout_s, own_cores(num_neighbours), processes)
+        except BaseException:
+            main.close()
+            raise
+        listener, cards = invited
+        self._peers: Peers = connect(rank, cards, listener, timeout_s, main)
+        try:
+            told = [json.loads(card.note) for card in cards]
             # Ranks may be bound to different cores, but must build the same programs: so each counts the cores of all ranks.
             cores = {core for each in told for core in each["cores"]}
             self.crowded = max(size, *(each["neighbours"] for each in told)) > len(cores)

@@ -125,38 +125,32 @@ def meet(
     rank: int,
     size: int,
     timeout_s: float,
-    main: Segment,
     note: str = "",
     earlier: Sequence[processes.Process] = (),
-) -> tuple[Peers, list[str]]:
-    """Exchange cards through the store, then ``connect`` the ranks, as which it fails. Every rank must call it.
+) -> tuple[Listener, list[Card]]:
+    """Exchange cards through the store; return this rank's listener and all cards. Every rank must call it.
 
     Args:
         store: a PrefixStore that only this group uses.
         rank: this process in the group.
         size: number of ranks.
-        timeout_s: limit for each of both, in seconds.
-        main: as for ``connect``.
+        timeout_s: limit for the whole call, in seconds.
         note: a text for the other ranks.
         earlier: the process of each rank, if known before the call, so that a rank that ended is named at once.
 
-    Returns:
-        The connected ranks, and the note of each rank.
+    Raises: see ``roll_call.call``, and ``Listener``.
     """
-    with contextlib.ExitStack() as on_failure:
-        on_failure.callback(main.close)
-        on_failure.callback(_tell_broken, main)
-        listener = Listener(rank, note, 4 * size + 16)
-        on_failure.callback(listener.close)
-        node = listener.card.process.node
+    listener = Listener(rank, note, 4 * size + 16)
 
-        def ended(peer: int) -> int | None:
-            return earlier[peer].pid if earlier and earlier[peer].has_ended(node) else None
+    def ended(peer: int) -> int | None:
+        return earlier[peer].pid if earlier and earlier[peer].has_ended(listener.card.process.node) else None
 
+    try:
         texts = roll_call.call(store, "card", rank, size, str(listener.card), timeout_s, ended)
-        on_failure.pop_all()
-    cards = [Card.read(text) for text in texts]
-    return connect(rank, cards, listener, timeout_s, main), [card.note for card in cards]
+    except BaseException:
+        listener.close()
+        raise
+    return listener, [Card.read(text) for text in texts]
 
 
 def connect(rank: int, cards: Sequence[Card], listener: Listener, timeout_s: float, main: Segment) -> Peers:
@@ -174,21 +168,18 @@ def connect(rank: int, cards: Sequence[Card], listener: Listener, timeout_s: flo
         PeerLost: a rank ended, or failed, during the call.
         After an error no socket, descriptor or mapping is left open.
     """
-    with contextlib.ExitStack() as on_failure:
-        on_failure.callback(main.close)
-        meeting = _MeshSetup(rank, cards, listener, timeout_s, main)
-        on_failure.callback(meeting.close)
-        on_failure.callback(_tell_broken, main)  # the last added runs first: while the segment is mapped
+    meeting = _MeshSetup(rank, cards, listener, timeout_s, main)
+    try:
         peers = meeting.hold()
-        on_failure.pop_all()
+    except BaseException:
+        # Peers that have mapped this rank's segment already read there that it is broken.
+        ctypes.c_uint32.from_address(main.address + STATE_OFFSET).value = RankState.BROKEN
+        meeting.close()
+        main.close()
+        raise
     listener.close()
     main.close_descriptor()
     return peers
-
-
-def _tell_broken(main: Segment) -> None:
-    """Mark this rank as BROKEN for peers that have mapped its segment already."""
-    ctypes.c_uint32.from_address(main.address + STATE_OFFSET).value = RankState.BROKEN
 
 
 def _refused(error: OSError, rank: int) -> NoReturn:
@@ -197,7 +188,7 @@ def _refused(error: OSError, rank: int) -> NoReturn:
 
 
 class _MeshSetup:
-    """The state of one rank during ``meet``."""
+    """The state of one rank during ``connect``."""
 
     def __init__(self, rank: int, cards: Sequence[Card], listener: Listener, timeout_s: float, main: Segment) -> None:
         self._rank, self._size, self._timeout_s, self._main = rank, len(cards), timeout_s, main
