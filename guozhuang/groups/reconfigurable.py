@@ -139,6 +139,8 @@ class ReconfigurableGroup(OwnBackend, ForwardingGroup):
         made.set_timeout(self._timeout)
         before, self._group = self._group, made
         self._rank, self._size = rank, size
+        if self is dist.group.WORLD:  # only the default group can be made with enable_reconfigure
+            dist.distributed_c10d._world.pg_group_ranks[self] = {each: each for each in range(size)}
         if before is not None:
             _drop(before)
         return CallWork()

@@ -62,6 +62,7 @@ class Rank:
         wanted = handles if isinstance(handles, list) else sorted(handles)
         assert dist.get_world_size() == self.group.size() == len(wanted)
         assert dist.get_rank() == self.group.rank()
+        assert dist.get_process_group_ranks(self.group) == list(range(len(wanted)))
 
     def meet(self, topic: str, count: int | None = None) -> None:
         self.store.set(f"met/{topic}/{self.number}", "")
