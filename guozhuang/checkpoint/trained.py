@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from guozhuang.checkpoint.tree import copied
@@ -36,8 +37,14 @@ def capture(trained: Trained, is_first: bool) -> tuple[dict[str, Any], dict[str,
         What all ranks share, what is this rank's own (both without copies), and whether all ranks hold replicas of what they
         share. If they hold parts, ranks other than the first return nothing for it. See [Note: replicated, divided or each
         rank's own].
+
+    Raises:
+        UsageError: the model is lazy, and no forward has given its parameters a shape yet.
     """
     module, model, optimizer = trained.module, trained.model, trained.optimizer
+    if shapeless := _shapeless(module):
+        what = "parameters of lazy modules have no shape before the first forward, so there is nothing to save"
+        raise UsageError(explain(what, value=listed(shapeless, _MAX_NAMED), fix="save after the first forward"))
     settle(trained)
     _drop_gathered(module)
     shared: dict[str, Any] = {"strategy": trained.strategy, "class": type(module).__name__}
@@ -72,11 +79,13 @@ def check(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any]) -
     Raises:
         UsageError: names, shapes or dtypes differ; the text names them.
     """
+    free = {*shared["left_out"], *_left_out(trained.module), *_shapeless(trained.module)}
     saved = {**shared.get("parameters", {}), **own.get("parameters", {})}
-    _compare("parameters", dict(trained.module.named_parameters()), saved)
-    free = {*shared["left_out"], *_left_out(trained.module)}
-    mine, theirs = dict(trained.module.named_buffers()), own["buffers"]
-    _compare("buffers", *({name: b for name, b in some.items() if name not in free} for some in (mine, theirs)))
+    for what, mine, theirs in (
+        ("parameters", trained.module.named_parameters(), saved),
+        ("buffers", trained.module.named_buffers(), own["buffers"]),
+    ):
+        _compare(what, *({name: t for name, t in dict(some).items() if name not in free} for some in (mine, theirs)))
     state = own.get("optimizer") or shared["optimizer"]
     groups = _names(trained.module, trained.optimizer)
     if [sorted(names) for names in groups] != [sorted(names) for names in state["names"]]:
@@ -99,7 +108,9 @@ def restore(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any],
     """
     module, model, optimizer = trained.module, trained.model, trained.optimizer
     _drop_gathered(module)
-    _set_parameters(module, {**shared.get("parameters", {}), **own.get("parameters", {})})
+    parameters = {**shared.get("parameters", {}), **own.get("parameters", {})}
+    _give_shapes(module, {**parameters, **own["buffers"]})
+    _set_parameters(module, parameters)
     _set_buffers(module, own["buffers"])
     for name, state in own["extra"].items():
         module.get_submodule(name).set_extra_state(state)
@@ -111,7 +122,7 @@ def switched(trained: Trained, shared: Mapping[str, Any]) -> str:
     """Return the names of some parameters that were frozen in the saved run and are not now, or the other way round."""
     now = {name for name, p in trained.module.named_parameters() if not p.requires_grad}
     names = sorted(now.symmetric_difference(shared.get("frozen", now)))
-    return listed(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
+    return listed(names, _MAX_NAMED)
 
 
 def _exchanges_weights(model: Any) -> bool:
@@ -146,6 +157,20 @@ def _extra_states(module: nn.Module) -> dict[str, Any]:
         if type(part).get_extra_state is not nn.Module.get_extra_state
     ]
     return {name: part.get_extra_state() for name, part in has_one}
+
+
+# ---- lazy modules ---------------------------------------------------------------------------------------------------------
+
+
+def _shapeless(module: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers that get their shapes from the first forward."""
+    return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
+
+
+def _give_shapes(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor) and name in saved:
+            tensor.materialize(saved[name].shape)  # type: ignore[union-attr]
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------------
@@ -205,8 +230,7 @@ def _compare(what: str, mine: Mapping[str, Tensor], saved: Mapping[str, Tensor])
         if kind(mine.get(name)) != kind(saved.get(name))
     ]
     if differ:
-        more = f" and {len(differ) - _MAX_NAMED} more" if len(differ) > _MAX_NAMED else ""
-        text = f"the checkpoint is of another model: its {what} differ: {', '.join(differ[:_MAX_NAMED])}{more}"
+        text = f"the checkpoint is of another model: its {what} differ: {listed(differ, _MAX_NAMED)}"
         raise UsageError(explain(text, fix="make the model as in the saved run"))
 
 

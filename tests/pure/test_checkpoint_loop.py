@@ -304,6 +304,35 @@ def test_caches_of_other_shapes_come_back(tmp_path, caplog) -> None:
     assert list(second.state_dict()) == ["inside.weight", "inside.bias"]
 
 
+def test_a_lazy_model_is_saved_after_its_first_forward_and_comes_back_before_it(tmp_path) -> None:
+    from guozhuang.registry import registry
+
+    def made() -> nn.Module:
+        of_run._leave()
+        model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        registry.add_trained(model, model, optimizer, "single")
+        model.optimizer = optimizer  # type: ignore[assignment]
+        return model
+
+    def step(model: Any) -> None:
+        model(torch.ones(5, 3).cumsum(0)).pow(2).sum().backward()
+        model.optimizer.step()
+        model.optimizer.zero_grad()
+
+    first = made()
+    with pytest.raises(UsageError, match=r"no shape before the first forward.*0\.weight.*after the first forward"):
+        gz.save(tmp_path)
+    step(first)
+    gz.save(tmp_path)
+    second = made()
+    assert gz.restore(tmp_path) == 1
+    for model in (first, second):
+        step(model)
+    for (name, mine), theirs in zip(second.state_dict().items(), first.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
 def test_death_between_two_names_loses_nothing(tmp_path, monkeypatch) -> None:
     script = Script()
     script.train(stop_after=1)
