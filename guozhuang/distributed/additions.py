@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
 )
 
 from ..errors import UsageError, explain
+from ..units import listed
 
 # The lock guards the set of all ``Additions`` and their notes, because other threads may build modules at any time. It is
 # reentrant, because a finalizer that builds a module may interrupt the thread that holds the lock.
@@ -80,7 +81,6 @@ class Additions:
             self._added = [(name, p) for name, p in self._added if id(p) in held]
             trained = [name for name, p in self._added if p.requires_grad]
         if trained:
-            shown = ", ".join(trained[:5]) + (f" and {len(trained) - 5} more" if len(trained) > 5 else "")
             what = "parameters were added to the module after it was wrapped; their gradients would not be averaged"
             fix = "add them first and wrap then (wrap the module anew), or switch their requires_grad off"
-            raise UsageError(explain(what, value=shown, rank=rank, fix=fix))
+            raise UsageError(explain(what, value=listed(trained), rank=rank, fix=fix))

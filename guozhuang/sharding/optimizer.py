@@ -28,6 +28,7 @@ from ..errors import UsageError, explain
 from ..groups import agree
 from ..groups.subgroups import timeout_s
 from ..optim.wrapped import WrappedOptimizer
+from ..units import listed
 from .carrier import Carrier
 from .elementwise import steps_as_torch
 from .parts import Layout, Member, lay_out
@@ -347,6 +348,5 @@ def warn_of_forgotten(model: nn.Module, optimizer: Optimizer) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if forgotten:
-        shown = ", ".join(forgotten[:5]) + (f" and {len(forgotten) - 5} more" if len(forgotten) > 5 else "")
-        what = f"in no group of the optimizer, so that their gradients stay each rank's own, are {shown}"
+        what = f"in no group of the optimizer, so that their gradients stay each rank's own, are {listed(forgotten)}"
         warnings.warn(explain(what, fix="give them to the optimizer, or call requires_grad_(False)"), stacklevel=4)
