@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ..errors import UsageError, explain
 from ..exchange.comm_hook import Hook
 from ..gradients.buckets import Caps
+from ..units import listed
 from ..weights.around import AroundSteps
 from ..weights.equal_start import broadcast_tensors
 from ..world.versions import field, never_compiled
@@ -45,7 +46,6 @@ class TorchSurface:
     _caps: Caps
     around: AroundSteps | None
     _averaged: list[tuple[str, nn.Parameter]]
-    _num_in_backward: int
 
     if TYPE_CHECKING:
 
@@ -74,7 +74,7 @@ class TorchSurface:
             p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
         self._use_python_reducer = False
-        self._require_manual_backward_finalization = self.lazy_bucket_allocation = False  # options since torch 2.15
+        self._require_manual_backward_finalization = False  # since torch 2.15
         self._lazy_init_ran = self._has_rebuilt_buckets = True
         self._comm_hooks: list[Any] = []
         self._accum_grad_hooks: list[Any] = []
@@ -94,18 +94,17 @@ class TorchSurface:
         """
         applied = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
         handles = {} if applied is None else applied.param_to_optim_hook_handle_map
-        if len(handles) == self._num_in_backward:
+        if not handles:
             return
-        self._num_in_backward = len(handles)
-        found = [p for _, p in self._averaged if hasattr(p, "_in_backward_optimizers")]
+        found = {name: p for name, p in self._averaged if hasattr(p, "_in_backward_optimizers")}
         if found and (self.around is not None or self.reducer is None):
             what = "an optimizer was applied in backward to parameters whose gradients are not averaged by this wrapper"
-            raise RuntimeError(explain(what, fix="call the optimizer's step() after backward"))
-        for parameter in found:
+            raise RuntimeError(explain(what, value=listed(found), fix="call the optimizer's step() after backward"))
+        for parameter in found.values():
             for handle in handles.get(parameter, ()):
                 handle.remove()
         if self.reducer is not None:
-            self.reducer.optimized = found
+            self.reducer.optimized = list(found.values())
 
     @contextlib.contextmanager
     @never_compiled

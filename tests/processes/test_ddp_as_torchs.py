@@ -230,8 +230,9 @@ def case_optimizers_in_backward(rank: int, world_size: int) -> None:
     late = DistributedDataParallel(mlp())
     local_loss(late, rank).backward()
     late.zero_grad()
-    _apply_optimizer_in_backward(torch.optim.SGD, late.module.parameters(), {"lr": 0.1})  # after training began
-    local_loss(late, rank, rank).backward()
+    for step in range(2):  # after training began; then a second optimizer for the same parameters
+        _apply_optimizer_in_backward(torch.optim.SGD, late.module.parameters(), {"lr": 0.1})
+        local_loss(late, rank, step).backward()
     sums = torch.stack([p.detach().sum() for p in late.parameters()])
     other = sums.clone()
     dist.broadcast(other, 0)
