@@ -87,6 +87,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         bucket_cap_mb_list: size limits of the buckets one by one in MiB; the last one holds for all further buckets.
         batched_grad_copy: copy a bucket's gradients with one call when it is full.
         forward_sync_buffers: broadcast rank 0's buffers before each forward (default True).
+        lazy_bucket_allocation: a bucket has memory only from its first gradient of a backward until ``zero_grad`` has dropped
+            all of them, so that forwards can use it. It is ordinary memory, which an "shm" group copies from and to.
 
     Raises:
         UsageError: arguments that cannot work (a ValueError).
@@ -118,6 +120,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         nn.Module.__init__(self)  # not that of PyTorch's wrapper, which would make a reducer of its own
         Joinable.__init__(self)
@@ -155,6 +158,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision  # type: ignore[assignment]
@@ -199,9 +203,6 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         self._sparse = sparse_names(self.module)
         self._needs_reducer = any(p.requires_grad for _, p in self._averaged)
         self._additions = Additions(self._averaged)
-        self._num_in_backward = (
-            -1
-        )  # number of parameters with optimizers in backward that were seen; -1: none looked for
         self.logger = Logger(self)
 
     @property
@@ -221,6 +222,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
                 or not any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules()),
                 delayed=frozenset(self._delayed_names),
                 trigger=next((name for name, p in named if p is self._trigger[0]), None),
+                frees=self.lazy_bucket_allocation,
             )
             self._reducer = TorchReducer(named, self._sparse, self.process_group, self.exchange, self._caps, options)
             self._reducer.is_shadowed = weakly(self._is_shadowed)

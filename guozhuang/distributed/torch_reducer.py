@@ -123,7 +123,7 @@ class TorchReducer(Reducer):
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
         """Return the buckets, whose flat tensors are set to zero; for a rank that takes part without a gradient."""
         for bucket in self.buckets:
-            bucket.flat.zero_()
+            bucket.zero()
         return self.buckets
 
     def _set_manual_finalization_required(self, required: bool) -> None:

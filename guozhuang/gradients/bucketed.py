@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..exchange.base import GradientExchange
 from ..groups.allocation import zeros_for
-from .buckets import Bucket, Caps
+from .buckets import Bucket, Caps, in_process_memory
 from .passes import ReducerOptions, weakly
 from .selection import Selection
 
@@ -76,8 +76,9 @@ class BucketedParameters(abc.ABC):
         selection = self._selections.pop(self._signature, None)
         if selection is None:
             chosen = [(name, p) for name, p in self._candidates if p.requires_grad]
-            delayed, trigger = self.options.delayed, self.options.trigger
-            selection = Selection(chosen, self._sparse, self.caps, zeros_for(self.group), delayed, trigger)
+            delayed, trigger, frees = self.options.delayed, self.options.trigger, self.options.frees
+            allocate = in_process_memory if frees else zeros_for(self.group)
+            selection = Selection(chosen, self._sparse, self.caps, allocate, delayed, trigger, frees)
         self._selections[self._signature] = selection
         if len(self._selections) > _KEPT_SELECTIONS:  # keep few: each holds the memory of its buckets
             del self._selections[next(iter(self._selections))]

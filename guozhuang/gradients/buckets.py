@@ -152,6 +152,21 @@ class Bucket:
         dense = () if self.sparse else self.parameters
         self.views = [view_in(self.flat, at, p) for at, p in zip(self._offsets, dense, strict=False)]
 
+    def free(self) -> None:
+        """Give the memory of ``flat`` and the views back until :meth:`hold`; it must be memory of :func:`in_process_memory`."""
+        self.flat.untyped_storage().resize_(0)
+
+    def hold(self) -> None:
+        """Give ``flat`` and the views memory again if they have none; its values are arbitrary then."""
+        storage = self.flat.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.num_bytes)
+
+    def zero(self) -> None:
+        """Set the whole bucket to zero."""
+        self.hold()
+        self.flat.zero_()
+
     @property
     def num_bytes(self) -> int:
         """Size of ``flat`` in bytes."""

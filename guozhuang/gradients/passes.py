@@ -41,6 +41,7 @@ class ReducerOptions:
             different parameters: then only collectives after the end of backward have one order on all ranks.
         delayed: names of parameters that are exchanged last, in buckets of their own.
         trigger: name of the parameter whose gradient these buckets wait for.
+        frees: give a bucket memory when the first of its gradients comes, and free it when none lies in it any more.
     """
 
     find_unused: bool = False
@@ -50,6 +51,7 @@ class ReducerOptions:
     overlap: bool = True
     delayed: frozenset[str] = frozenset()
     trigger: str | None = None
+    frees: bool = False
 
 
 @dataclass

@@ -112,6 +112,8 @@ class Reducer(BucketedParameters):
         changed = self.change_parameters()
         if not changed:
             self.renew_buckets()
+        if self.options.frees:
+            self._selection.views.leave()
         return changed
 
     # ---- These methods run a pass. See [Note: one pass]. -------------------------------------------------------------
@@ -267,7 +269,7 @@ class Reducer(BucketedParameters):
         """Take part in a pass of the other ranks with zeros, after this rank has run out of data."""
         current = self._begin(shadow=True)
         for bucket in self.buckets:
-            bucket.flat.zero_()
+            bucket.zero()
         self._selection.views.filled = [True] * len(self.parameters)
         self._complete(current)
 

@@ -26,6 +26,7 @@ class Selection:
         allocate: allocates the buckets' memory.
         delayed: names of parameters that are exchanged last, in a bucket of their own.
         trigger: name of a parameter for whose gradient the delayed bucket waits too; None: it waits for its own gradients only.
+        frees: whether a bucket has memory only while a gradient lies in it.
 
     Attributes:
         counts_for: for each parameter, the buckets that wait for its gradient.
@@ -49,9 +50,10 @@ class Selection:
         allocate: Allocate,
         delayed: frozenset[str] = frozenset(),
         trigger: str | None = None,
+        frees: bool = False,
     ) -> None:
         pairs = list(named_parameters)
-        self._delayed, self._trigger = delayed, trigger
+        self._delayed, self._trigger, self._frees = delayed, trigger, frees
         self.names = [name for name, _ in pairs]
         self.parameters = [p for _, p in pairs]
         self._caps, self._allocate = caps, allocate
@@ -88,7 +90,7 @@ class Selection:
 
     def _lay_out(self, layout: Sequence[tuple[int, ...]]) -> None:
         self.placement = place(layout, self.names, self.parameters, self._slots, self._allocate)
-        self.views = GradientViews(self.parameters, self.placement)
+        self.views = GradientViews(self.parameters, self.placement, self._frees)
         self.counts_for = [[b] for b in self.placement.bucket_of]
         if self._trigger in self.names:
             late = {b for b, name in zip(self.placement.bucket_of, self.names, strict=True) if name in self._delayed}

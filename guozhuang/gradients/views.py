@@ -109,13 +109,14 @@ class GradientViews:
     Args:
         parameters: the parameters, by index.
         placement: their buckets.
+        frees: whether a bucket has memory only while a gradient lies in it.
 
     Attributes:
         handed: makes the tensors over the views that programs get as ``p.grad``.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], placement: Placement) -> None:
-        self._parameters, self._placement = parameters, placement
+    def __init__(self, parameters: Sequence[Tensor], placement: Placement, frees: bool = False) -> None:
+        self._parameters, self._placement, self._frees = parameters, placement, frees
         self._views: list[Tensor | None] = [None] * len(parameters)
         self.handed = HandedOut(self._views)
         for b in range(len(placement.buckets)):
@@ -131,8 +132,7 @@ class GradientViews:
         """
         self.scale = scale
         self.filled = [False] * len(self._parameters)
-        for b in range(len(self._placement.buckets)):
-            self._leave_kept(b)
+        self.leave()
         self._kept: dict[int, Tensor] = {}  # by parameter unused here: its gradient from before the pass
         self._graphs: dict[int, Tensor] = {}  # gradients with a graph, of backward(create_graph=True)
 
@@ -151,16 +151,20 @@ class GradientViews:
         memory = torch._C._storage_Use_Count(self._placement.buckets[b].flat.untyped_storage()._cdata)
         return memory, self.handed.num_references(self._placement.layout[b])
 
-    def _leave_kept(self, b: int) -> None:
-        """Give a bucket new memory if the program still holds the old memory, see [Note: kept gradients]."""
-        members = self._placement.layout[b]
-        if self.handed.accumulating(self._parameters, members):
-            return
-        memory, views = self._count_references(b)
-        own_memory, own_views = self._own_references[b]
-        if memory > own_memory or views > own_views:
-            self._placement.buckets[b].renew()
-            self._take_views(b)
+    def leave(self) -> None:
+        """Give buckets without gradients new memory if the program still holds theirs, see [Note: kept gradients]; free it."""
+        for b, (bucket, members) in enumerate(zip(self._placement.buckets, self._placement.layout, strict=True)):
+            if self.handed.accumulating(self._parameters, members):
+                continue
+            memory, views = self._count_references(b)
+            own_memory, own_views = self._own_references[b]
+            is_kept = memory > own_memory or views > own_views
+            # PyTorch lets no storage be freed that the program has once seen through numpy; a new one can be.
+            if is_kept or (self._frees and not bucket.flat.untyped_storage().resizable()):
+                bucket.renew()
+                self._take_views(b)
+            if self._frees:
+                bucket.free()
 
     def fill(self, index: int, keep: bool = False) -> None:
         """Copy a parameter's gradient, scaled, into its view in the bucket; zeros if it has no gradient.
@@ -173,6 +177,8 @@ class GradientViews:
         view = self._views[index]
         if view is None:
             return
+        if self._frees:
+            self._placement.buckets[self._placement.bucket_of[index]].hold()
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None:
@@ -202,6 +208,8 @@ class GradientViews:
     def fill_together(self, indices: Sequence[int]) -> None:
         """Fill the views of several parameters with one copying call, which is faster for many small ones."""
         sources, targets = [], []
+        for b in {self._placement.bucket_of[i] for i in indices} if self._frees else ():
+            self._placement.buckets[b].hold()
         for i in indices:
             view, gradient = self._views[i], self._parameters[i].grad
             if (

@@ -289,6 +289,7 @@ def case_bucket_sizes_and_batched_copies_change_no_result(rank, world_size):
             {"batched_grad_copy": True},
             {"batched_grad_copy": True, "bucket_cap_mb": SMALL_CAP_MB},
             {"gradient_as_bucket_view": True},
+            {"lazy_bucket_allocation": True},
         )
     ]
     for set_to_none in (True, False):

@@ -91,7 +91,7 @@ def case_the_same_as_a_single_process(rank, world_size):
 OPTIONS: list[dict[str, Any]] = [
     {"find_unused_parameters": True},
     {"static_graph": True},
-    {"batched_grad_copy": True},
+    {"batched_grad_copy": True, "lazy_bucket_allocation": True},
     {"forward_sync_buffers": False},
     {"bucket_cap_mb": 25},
 ]

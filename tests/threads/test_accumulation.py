@@ -29,6 +29,7 @@ from tests.processes.cases import (
 )
 
 UNUSED, STATIC, BATCHED = {"find_unused_parameters": True}, {"static_graph": True}, {"batched_grad_copy": True}
+LAZY = {"lazy_bucket_allocation": True}
 SMALL = {"bucket_cap_mb": 0.0001}
 
 
@@ -57,7 +58,7 @@ def loss_by(model: nn.Module, rank: int, step: int, use: str) -> Tensor:
 
 
 def case_micro_batches_equal_one_large_batch(rank, world_size):
-    for kind in ({}, UNUSED, STATIC, BATCHED):
+    for kind in ({}, UNUSED, STATIC, BATCHED, LAZY):
         twins = Twins(mlp(), **SMALL, **kind)
         for step in twins.steps(3):  # the layout changes after the first
             with twins.ddp.no_sync():
@@ -398,8 +399,9 @@ def case_gradients_are_given_other_memory(rank, world_size):
 
 def case_gradients_kept_by_the_user_do_not_change(rank, world_size):
     """Multi-task code takes p.grad of one loss, sets it to None, and adds it to that of the next."""
-    for keep in (lambda g: g, Tensor.detach, lambda g: g.view(-1).view(g.shape), lambda g: torch.from_numpy(g.numpy())):
-        twins = Twins(mlp())
+    ways = (lambda g: g, Tensor.detach, lambda g: g.view(-1).view(g.shape), lambda g: torch.from_numpy(g.numpy()))
+    for keep, kind in ((keep, kind) for keep in ways for kind in ({}, LAZY)):
+        twins = Twins(mlp(), **kind)
         for step in twins.steps(3):
             kept = []
             for task in range(2):
@@ -421,6 +423,26 @@ def case_buckets_keep_their_memory_when_nobody_else_holds_it(rank, world_size):
         if step >= 2:  # the layout changes after the first
             places.add(tuple(bucket.flat.data_ptr() for bucket in ddp.reducer.buckets))
     assert len(places) == 1
+
+
+def case_lazy_buckets_have_memory_only_while_gradients_lie_in_them(rank, world_size):
+    for kind in ({}, BATCHED, UNUSED):
+        ddp = DistributedDataParallel(mlp(), **LAZY, **SMALL, **kind)
+        seen: list[list[bool]] = []
+
+        def look(*_, ddp=ddp, seen=seen):
+            seen.append([bucket.flat.untyped_storage().nbytes() > 0 for bucket in ddp.reducer.buckets])
+
+        ddp.module.register_forward_hook(look)
+        next(ddp.module.parameters()).register_post_accumulate_grad_hook(look)  # the last gradient of a backward
+        for step in range(4):
+            ddp.zero_grad()
+            local_loss(ddp, rank, step).backward()
+            look()
+        for in_forward, in_backward, after in zip(seen[3::3], seen[4::3], seen[5::3], strict=True):
+            assert not any(in_forward) and any(in_backward) and not all(in_backward) and all(after)
+        local_loss(ddp, rank, 4).backward()  # gradients that are kept keep their memory
+        assert all(seen[-2])
 
 
 def case_micro_batches_around_a_change_of_what_is_trained(rank, world_size):
