@@ -194,10 +194,13 @@ def test_all_to_all(way, counts) -> None:
         collectives.exchange(
             window.window(n, longest, way["chunk_bytes"]),
             rank,
-            [(taker, piece(inputs[rank][taker])) for taker in range(n) if taker != rank],
-            [(giver, rank, piece(outputs[rank][giver])) for giver in range(n) if giver != rank],
-            [(inputs[rank][rank].data_ptr(), piece(outputs[rank][rank]))],
-            longest,
+            collectives.Moves(
+                n,
+                [(taker, piece(inputs[rank][taker])) for taker in range(n) if taker != rank],
+                [(giver, rank, piece(outputs[rank][giver])) for giver in range(n) if giver != rank],
+                [(inputs[rank][rank].data_ptr(), piece(outputs[rank][rank]))],
+                longest,
+            ),
         )
         for rank in range(n)
     ]
@@ -220,10 +223,13 @@ def test_all_gather_and_fetch(way, counts) -> None:
         collectives.exchange(
             window,
             rank,
-            [(0, piece(inputs[rank]))],
-            [(peer, 0, piece(outputs[rank][peer])) for peer in range(n) if peer != rank],
-            [(inputs[rank].data_ptr(), piece(outputs[rank][rank]))],
-            longest,
+            collectives.Moves(
+                1,
+                [(0, piece(inputs[rank]))],
+                [(peer, 0, piece(outputs[rank][peer])) for peer in range(n) if peer != rank],
+                [(inputs[rank].data_ptr(), piece(outputs[rank][rank]))],
+                longest,
+            ),
         )
         for rank in range(n)
     ]

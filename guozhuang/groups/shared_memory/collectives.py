@@ -112,24 +112,27 @@ def parts_of(num_bytes: int, num_parts: int) -> list[tuple[int, int]]:
     return [(low, high - low) for low, high in itertools.pairwise(bounds)]
 
 
-def exchange(
-    window: Window,
-    rank: int,
-    sent: Sequence[tuple[int, MemoryRange]],
-    taken: Sequence[tuple[int, int, MemoryRange]],
-    kept: Sequence[tuple[int, MemoryRange]],
-    longest_bytes: int,
-) -> Program:
-    """Move pieces between ranks: broadcast, gather, scatter, all_gather and all_to_all differ only in the pieces.
+class Moves(NamedTuple):
+    """The pieces that one rank moves: broadcast, gather, scatter, all_gather and all_to_all differ only in these.
 
-    Args:
-        window: a window with enough lanes.
-        rank: this rank.
+    Attributes:
+        num_lanes: how many lanes each rank's window needs.
         sent: ``(lane, piece)``: this rank copies the piece into this lane of its window.
         taken: ``(rank, lane, piece)``: this rank copies that rank's lane into the piece.
         kept: ``(address, piece)``: this rank copies its own bytes at the address into the piece.
         longest_bytes: the size of the longest piece that any rank sends.
     """
+
+    num_lanes: int
+    sent: Sequence[tuple[int, MemoryRange]]
+    taken: Sequence[tuple[int, int, MemoryRange]]
+    kept: Sequence[tuple[int, MemoryRange]]
+    longest_bytes: int
+
+
+def exchange(window: Window, rank: int, moves: Moves) -> Program:
+    """Move pieces between ranks, through a window with enough lanes."""
+    _, sent, taken, kept, longest_bytes = moves
     chunk = window.lane_bytes
     streams = [
         ChunkStream(

@@ -162,25 +162,21 @@ class Endpoint:
         self._what = what
         self.turn ^= 1
         self._engine.set_doing(what)
-        try:
-            status, ranks = self._engine.run(program, what[:DESCRIPTOR_BYTES], private, timeout_s, self._spin_us)
-        except BaseException as error:
-            self.give_up(error)
-            raise
-        if status:
-            self._fail(status, ranks, timeout_s)
+        self._run(program, what[:DESCRIPTOR_BYTES], private, timeout_s)
 
     def go_on(self, program: Program) -> None:
         """Run a further program of the current operation. Raises ``PeerLost`` as ``begin`` does."""
-        left_s = self._deadline - time.monotonic()
+        self._run(program, None, b"", self._deadline - time.monotonic())
+        self._is_open = False
+
+    def _run(self, program: Program, what: bytes | None, private: bytes, limit_s: float) -> None:
         try:
-            status, ranks = self._engine.run(program, None, b"", left_s, self._spin_us)
+            status, ranks = self._engine.run(program, what, private, limit_s, self._spin_us)
         except BaseException as error:
             self.give_up(error)
             raise
         if status:
-            self._fail(status, ranks, left_s)
-        self._is_open = False
+            self._fail(status, ranks, limit_s)
 
     def meet(self, what: bytes, terms: Terms, private: bytes = b"") -> tuple[bytes, ...]:
         """Begin an operation with a barrier only; ``go_on`` then moves its data. Return every rank's ``private``."""

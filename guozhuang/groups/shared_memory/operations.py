@@ -16,7 +16,7 @@ from torch import Tensor
 from guozhuang.errors import MismatchError, explain, rank_table
 
 from . import collectives
-from .collectives import Combining, MemoryRange, Window
+from .collectives import Combining, MemoryRange, Moves, Window
 from .endpoint import MEETING, Endpoint, Terms, cut, refuse
 from .engine import DESCRIPTOR_BYTES, ONE_SHOT_BYTES
 from .program import Program
@@ -97,18 +97,18 @@ class Operations:
     def broadcast(self, piece: MemoryRange, tensor: Tensor, root: int, terms: Terms) -> None:
         """Copy the root's bytes to all ranks. ``tensor`` contains the piece; peers read the root's directly if they can."""
         what = describe(f"broadcast from rank {root}", [tensor.numel()], tensor.dtype)
-        sent = [(0, piece)] if root == self._rank else []
-        taken = [(root, 0, piece)] if root != self._rank else []
+        is_root = root == self._rank
+        moves = Moves(1, [(0, piece)] if is_root else [], [] if is_root else [(root, 0, piece)], [], piece.num_bytes)
         if piece.num_bytes <= ONE_SHOT_BYTES:
-            self._small(what, terms, 1, sent, taken, [], piece.num_bytes)
+            self._small(what, terms, moves)
             return
         link = self._link
-        places = link.meet(what, terms, link.place_of(tensor) if root == self._rank else b"")
-        there = link.address_of(root, places[root]) if root != self._rank else None
+        places = link.meet(what, terms, link.place_of(tensor) if is_root else b"")
+        there = None if is_root else link.address_of(root, places[root])
         if places[root][0]:
             link.go_on(collectives.fetch([(there, piece)] if there is not None else []))
         else:
-            self._staged(1, sent, taken, [], piece.num_bytes)
+            self._staged(moves)
 
     def all_gather(self, given: MemoryRange, tensor: Tensor, outputs: Sequence[MemoryRange], terms: Terms) -> None:
         """Copy every rank's bytes to all ranks; ``outputs`` has a range per rank. ``tensor`` contains the given piece."""
@@ -117,16 +117,16 @@ class Operations:
         if given.num_bytes != outputs[self._rank].num_bytes:
             self._complain(what, f"but this rank gives {given.num_bytes // itemsize}", terms)
         longest = max(piece.num_bytes for piece in outputs)
-        sent, kept = [(0, given)], [(given.address, outputs[self._rank])]
         taken = [(rank, 0, piece) for rank, piece in enumerate(outputs) if rank != self._rank]
+        moves = Moves(1, [(0, given)], taken, [(given.address, outputs[self._rank])], longest)
         if longest <= ONE_SHOT_BYTES:
-            self._small(what, terms, 1, sent, taken, kept, longest)
+            self._small(what, terms, moves)
             return
         link = self._link
         places = link.meet(what, terms, link.place_of(tensor))
         seen = self._seen(places)
         if seen is None:
-            self._staged(1, sent, taken, kept, longest)
+            self._staged(moves)
             return
         own = [given.address if rank == self._rank else there for rank, there in enumerate(seen)]
         link.go_on(collectives.fetch(list(zip(own, outputs, strict=True))))
@@ -192,7 +192,7 @@ class Operations:
         sent = [(rank, piece) for rank, piece in enumerate(inputs) if rank != self._rank]
         taken = [(rank, self._rank, piece) for rank, piece in enumerate(outputs) if rank != self._rank]
         kept = [(inputs[self._rank].address, outputs[self._rank])]
-        self._staged(size, sent, taken, kept, longest)
+        self._staged(Moves(size, sent, taken, kept, longest))
 
     def gather(
         self, given: MemoryRange, tensor: Tensor, outputs: Sequence[MemoryRange], root: int, terms: Terms
@@ -204,7 +204,7 @@ class Operations:
         sent = [(0, given)] if self._rank != root else []
         taken = [(rank, 0, piece) for rank, piece in enumerate(outputs) if rank != root]
         kept = [(given.address, outputs[root])] if self._rank == root else []
-        self._move(what, terms, 1, sent, taken, kept, given.num_bytes)
+        self._move(what, terms, Moves(1, sent, taken, kept, given.num_bytes))
 
     def scatter(
         self, output: MemoryRange, tensor: Tensor, inputs: Sequence[MemoryRange], root: int, terms: Terms
@@ -216,7 +216,7 @@ class Operations:
         sent = [(rank, piece) for rank, piece in enumerate(inputs) if rank != root]
         taken = [(root, self._rank, output)] if self._rank != root else []
         kept = [(inputs[root].address, output)] if self._rank == root else []
-        self._move(what, terms, self._size, sent, taken, kept, output.num_bytes)
+        self._move(what, terms, Moves(self._size, sent, taken, kept, output.num_bytes))
 
     def counts(self, what: bytes, count: int, terms: Terms) -> list[int]:
         """Send this rank's number to all ranks, in the call ``what``; return the numbers of all ranks, by rank."""
@@ -227,53 +227,28 @@ class Operations:
         """Wait until all ranks have joined."""
         self._link.begin(name, MEETING, terms)
 
-    def _move(
-        self,
-        what: bytes,
-        terms: Terms,
-        num_lanes: int,
-        sent: Sequence[tuple[int, MemoryRange]],
-        taken: Sequence[tuple[int, int, MemoryRange]],
-        kept: Sequence[tuple[int, MemoryRange]],
-        longest: int,
-    ) -> None:
+    def _move(self, what: bytes, terms: Terms, moves: Moves) -> None:
         """Move pieces between ranks: through the one-shot areas if they fit, else in chunks through the rings."""
-        if collectives.aligned(longest) * num_lanes <= ONE_SHOT_BYTES:
-            self._small(what, terms, num_lanes, sent, taken, kept, longest)
+        if collectives.aligned(moves.longest_bytes) * moves.num_lanes <= ONE_SHOT_BYTES:
+            self._small(what, terms, moves)
             return
         self._link.meet(what, terms)
-        self._staged(num_lanes, sent, taken, kept, longest)
+        self._staged(moves)
 
-    def _small(
-        self,
-        what: bytes,
-        terms: Terms,
-        num_lanes: int,
-        sent: Sequence[tuple[int, MemoryRange]],
-        taken: Sequence[tuple[int, int, MemoryRange]],
-        kept: Sequence[tuple[int, MemoryRange]],
-        longest: int,
-    ) -> None:
-        link = self._link
+    def _small(self, what: bytes, terms: Terms, moves: Moves) -> None:
+        link, (num_lanes, sent, taken, kept, longest) = self._link, moves
 
         def build() -> Program:
             window = collectives.one_shot_window(link.one_shot, ONE_SHOT_BYTES, num_lanes, longest)
             assert window is not None
-            return collectives.exchange(window, self._rank, sent, taken, kept, longest)
+            return collectives.exchange(window, self._rank, moves)
 
         key = (num_lanes, longest, link.turn, *sent, *taken, *kept)
         link.begin(what, link.remembered(key, build), terms)
 
-    def _staged(
-        self,
-        num_lanes: int,
-        sent: Sequence[tuple[int, MemoryRange]],
-        taken: Sequence[tuple[int, int, MemoryRange]],
-        kept: Sequence[tuple[int, MemoryRange]],
-        longest: int,
-    ) -> None:
-        window = self._ring(num_lanes, longest)
-        self._link.go_on(collectives.exchange(window, self._rank, sent, taken, kept, longest))
+    def _staged(self, moves: Moves) -> None:
+        window = self._ring(moves.num_lanes, moves.longest_bytes)
+        self._link.go_on(collectives.exchange(window, self._rank, moves))
 
     def _ring(self, num_lanes: int, longest: int) -> Window:
         link = self._link
