@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,6 @@ _ELEMENTS = 4  # of each parameter
 _PARAMETERS = 4  # of the first and of the last ones, where gradients are looked at one by one
 _KEY = "guozhuang/NaN was said"
 _log = logging.getLogger("guozhuang")
-
-
-class HasGradient(Protocol):
-    """A parameter, or what gives this rank's part of its gradient."""
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient, or None."""
 
 
 class NanWatch:
@@ -64,24 +56,23 @@ class NanWatch:
         is_nan = bucket.flat.index_select(0, self._places_in(bucket)).isnan().any()
         self._judge(step, is_nan, lambda: zip(bucket.names, bucket.views, strict=True))
 
-    def look_at(self, names: Sequence[str], parameters: Sequence[HasGradient], step: int) -> None:
-        """Look at ``grad`` of the first and of the last few parameters, where ranks exchange no buckets of gradients.
+    def look_at(self, names: Sequence[str], parameters: Sequence[Tensor], step: int) -> None:
+        """Look at the first and the last few parameters' gradients, where ranks exchange no buckets of gradients.
+
+        Of a gradient that is divided among the ranks (a DTensor) this rank's part is looked at.
 
         Raises:
             FloatingPointError: as ``look`` does.
         """
         if self._is_over:
             return
-        few = (
-            parameters
-            if len(parameters) <= 2 * _PARAMETERS
-            else (*parameters[:_PARAMETERS], *parameters[-_PARAMETERS:])
-        )
-        gradients = [g for p in few if (g := p.grad) is not None and g.layout == torch.strided and g.numel()]
+        is_few = len(parameters) <= 2 * _PARAMETERS
+        few = parameters if is_few else (*parameters[:_PARAMETERS], *parameters[-_PARAMETERS:])
+        gradients = [g for p in few if (g := _own_part(p)) is not None and g.layout == torch.strided and g.numel()]
         flags = [each.flatten()[:: max(1, each.numel() // _ELEMENTS)].isnan().any() for each in gradients]
         if flags and len({flag.device for flag in flags}) == 1:
-            here = [(name, g) for name, p in zip(names, parameters, strict=True) if (g := p.grad) is not None]
-            self._judge(step, torch.stack(flags).any(), lambda: here)
+            pairs = zip(names, map(_own_part, parameters), strict=True)
+            self._judge(step, torch.stack(flags).any(), lambda: ((name, g) for name, g in pairs if g is not None))
 
     def _judge(self, step: int, is_nan: Tensor, gradients: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         if not (is_nan.device.type != "cpu" if self._defers is None else self._defers):
@@ -123,3 +114,8 @@ class NanWatch:
             raise FloatingPointError(text)
         if is_first:
             _log.warning("%s (said once; guozhuang run --stop-on-nan ends the run)", text)
+
+
+def _own_part(parameter: Tensor) -> Tensor | None:
+    gradient: Any = parameter.grad
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient

@@ -8,6 +8,7 @@ Source: Rajbhandari et al., arXiv:1910.02054; Zhao et al., PyTorch FSDP, VLDB 20
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
 
 from ..errors import MismatchError, UsageError, explain, rank_table
@@ -106,32 +107,10 @@ def shard_fully(
         optimizer.state[new[name]] = {
             key: _like(new[name], value) if elementwise[name, key] else value for key, value in values.items()
         }
-    optimizer.register_step_pre_hook(_LookForNaN(new, group))
+    watch, numbers = NanWatch(group, are_averaged=True), itertools.count()
+    new_names, new_parameters = list(new), list(new.values())
+    optimizer.register_step_pre_hook(lambda *_: watch.look_at(new_names, new_parameters, next(numbers)))
     return model, optimizer
-
-
-class _LookForNaN:
-    """A hook before each step of the optimizer that looks for NaN in this rank's parts of the averaged gradients."""
-
-    def __init__(self, named: dict[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._names, self._parts = list(named), [_Part(p) for p in named.values()]
-        self._watch, self._num_steps = NanWatch(group, are_averaged=True), 0
-
-    def __call__(self, *_: Any) -> None:
-        self._watch.look_at(self._names, self._parts, self._num_steps)
-        self._num_steps += 1
-
-
-class _Part:
-    """This rank's part of a divided parameter's gradient."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
-
-    @property
-    def grad(self) -> Tensor | None:
-        found: Any = self._parameter.grad
-        return found.to_local() if isinstance(found, DTensor) else found
 
 
 class Together:
