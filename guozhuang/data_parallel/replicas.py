@@ -83,33 +83,21 @@ def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
 def _refuse_unreplicable(modules: Sequence[Module]) -> None:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None if it was not imported: then no module was compiled
     for module in modules:
-        wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-        if wrapped or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UsageError(
-                explain(
-                    "A compiled module cannot be replicated: the compiled code is bound to the original",
-                    value=type(module).__qualname__,
-                    fix="wrap the module that is not compiled, and compile functions inside its forward",
-                )
-            )
-        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-            raise UsageError(
-                explain(
-                    "A lazy module whose parameters have no shape yet cannot be replicated",
-                    value=type(module).__qualname__,
-                    fix="call the module itself with one batch first",
-                )
-            )
-        if isinstance(module, torch.jit.ScriptModule) and not all(
+        is_compiled = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+        if is_compiled or getattr(module, "_compiled_call_impl", None) is not None:
+            what = "A compiled module cannot be replicated: the compiled code is bound to the original"
+            fix = "wrap the module that is not compiled, and compile functions inside its forward"
+        elif isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            what = "A lazy module whose parameters have no shape yet cannot be replicated"
+            fix = "call the module itself with one batch first"
+        elif isinstance(module, torch.jit.ScriptModule) and not all(
             isinstance(child, torch.jit.ScriptModule) for child in module.children()
         ):
-            raise UsageError(
-                explain(
-                    "A ScriptModule with children written in Python cannot be replicated",
-                    value=type(module).__qualname__,
-                    fix="script the children too, or leave the parent in Python",
-                )
-            )
+            what = "A ScriptModule with children written in Python cannot be replicated"
+            fix = "script the children too, or leave the parent in Python"
+        else:
+            continue
+        raise UsageError(explain(what, value=type(module).__qualname__, fix=fix))
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> dict[torch.device, list[Tensor]]:

@@ -175,11 +175,9 @@ class AroundSteps:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned on this rank; weights may be loaded before, or until the next step."""
-        self._loaded.add(self._module)
-        self._saved = None
-        self._start_anew()
+        self.restart(int(saved["step"]))
         self.exchange.load_state_dict(self._state, saved["exchange"])
-        self.step, self._saved = int(saved["step"]), saved["exchange"]
+        self._saved = saved["exchange"]
 
     def restart(self, step: int) -> None:
         """Begin the exchange anew at a step, from rank 0's weights, which were written in place. Every rank must call it."""
