@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ..weights.flat import FlatWeights, Named
-from .weight_lane import NotFinite, as_real, mean
+from ..weights.flat import FlatWeights, Named, as_real
+from .weight_lane import NotFinite, mean
 from .weights import WeightExchange
 
 

@@ -29,14 +29,14 @@ from typing_extensions import override
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from ..groups.subgroups import end_together, twin
-from ..weights.flat import FlatWeights, Named
+from ..weights.flat import FlatWeights, Named, as_real
 from .allreduce import AllReduce
 from .average import wide
 from .base import GradientExchange, Work, check_saved
 from .codecs.base import Codec
 from .compressed import Compressed
 from .fragments import FragmentPiece, cut
-from .weight_lane import NotFinite, as_real, naming_peers, others
+from .weight_lane import NotFinite, naming_peers, others
 from .weights import WeightExchange
 
 

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from ..errors import UsageError, explain
 from ..groups.subgroups import end_together, twin
-from ..weights.flat import FlatWeights, Named
+from ..weights.flat import FlatWeights, Named, as_real
 from .base import check_saved
 from .codecs.base import Codec
 from .codecs.quantize8 import MinMax8
 from .numbers import is_finite
-from .weight_lane import NotFinite, as_real, mean, swap
+from .weight_lane import NotFinite, mean, swap
 from .weights import WeightExchange
 
 _HEADER_BYTES = 8  # a float32 before the code, padded: NaN if the difference is not finite and so not coded, else 0.0

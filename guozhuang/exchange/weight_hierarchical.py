@@ -38,7 +38,7 @@ from typing_extensions import override
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from ..groups.subgroups import end_together
-from ..weights.flat import FlatWeights, Named
+from ..weights.flat import FlatWeights, Named, as_real
 from .allreduce import AllReduce
 from .around import AroundWeights
 from .base import Done, GradientExchange, Work, check_saved
@@ -54,7 +54,7 @@ from .node_groups import (
     on_leaders,
 )
 from .warmup import after_warmups
-from .weight_lane import as_real, naming_peers
+from .weight_lane import naming_peers
 from .weights import WeightExchange
 
 

@@ -9,22 +9,16 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import WorldError, explain
 from ..groups.serial import Lane, SerialWork
 from ..groups.subgroups import end_together
-from ..weights.flat import FlatWeights, Named
-from .numbers import is_finite
+from ..weights.flat import FlatWeights, Named, as_real
+from .numbers import is_finite, some_of
 
 _log = logging.getLogger("guozhuang")
-
-
-def as_real(parameters: Named) -> list[tuple[str, Tensor]]:
-    """Return views of the parameters as real numbers: a complex parameter gets a last dimension of 2."""
-    return [(name, torch.view_as_real(p.detach()) if p.is_complex() else p.detach()) for name, p in parameters]
 
 
 class NotFinite:
@@ -47,9 +41,8 @@ class NotFinite:
         if not self._said:
             self._said = True
             found = [name for name, view in flat.by_name(values).items() if not bool(view.isfinite().all())]
-            more = f" and {len(found) - 1} more parameters" if len(found) > 1 else ""
             when = f"after step {step} " if step >= 0 else ""
-            what = f"{when}the weights of {found[0]!r}{more} hold NaN or infinity; averaging hands them to others"
+            what = f"{when}the weights of {some_of(found)} hold NaN or infinity; averaging hands them to others"
             fix = "look at the learning rate and at this rank's data"
             _log.warning("%s", explain(what, rank=dist.get_rank(), fix=fix))
         return False

@@ -18,6 +18,7 @@ from ..exchange.weights import WeightExchange
 from ..groups import agree as meet
 from ..groups.subgroups import timeout_s
 from .equal_start import broadcast_tensors, kept, ordinary_tensors, take_mean
+from .flat import as_real
 from .steps import StepsBehind
 
 _log = logging.getLogger("guozhuang")
@@ -236,7 +237,7 @@ class AroundSteps:
         """Record the parameters that are exchanged, and the addresses of their memory."""
         found = exchanged_parameters(self._module, self._optimizer, self._ignored)
         self._parameters = [p for _, p in found]
-        self._named = [(name, torch.view_as_real(p.detach()) if p.is_complex() else p.detach()) for name, p in found]
+        self._named = as_real(found)
         self._places = [p.data_ptr() for p in self._parameters]
 
     def _moved(self) -> bool:

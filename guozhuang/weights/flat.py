@@ -11,6 +11,11 @@ from torch import Tensor
 Named = Sequence[tuple[str, Tensor]]
 
 
+def as_real(parameters: Named) -> list[tuple[str, Tensor]]:
+    """Return views of the parameters as real numbers: a complex parameter gets a last dimension of 2."""
+    return [(name, torch.view_as_real(p.detach()) if p.is_complex() else p.detach()) for name, p in parameters]
+
+
 class FlatWeights:
     """Copies of many parameters as few flat tensors: one per device and dtype, in the order of the parameters.
 

@@ -14,8 +14,8 @@ from guozhuang.exchange.decentralized import Decentralized, partner
 from guozhuang.exchange.diloco import DiLoCo
 from guozhuang.exchange.fragments import cut
 from guozhuang.exchange.weight_hierarchical import WeightHierarchical
-from guozhuang.exchange.weight_lane import as_real
 from guozhuang.exchange.weights import WeightExchange
+from guozhuang.weights.flat import as_real
 from tests.processes.cases import batch, everybodys, flat, mlp, momentum, seeded
 
 Optimizers = Callable[[Any], torch.optim.Optimizer]
