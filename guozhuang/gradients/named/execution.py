@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..buckets import same_place
 from . import collectives
 from .movements import all_gather, all_to_all, broadcast, reduce_scatter
 from .reductions import adaptive_sum, combine, scale
@@ -273,10 +274,7 @@ def _pairs(handle: Handle) -> list[tuple[Tensor, Tensor]]:
 
 def _writable(tensor: Tensor) -> Tensor:
     """Return the tensor; if it was made in ``torch.inference_mode``, and so is read-only here, a writable one on its memory."""
-    if not tensor.is_inference():
-        return tensor
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return same_place(tensor) if tensor.is_inference() else tensor
 
 
 def _stretch(parts: Sequence[_Part]) -> Tensor | None:
