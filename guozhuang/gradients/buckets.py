@@ -217,7 +217,7 @@ def view_in(flat: Tensor, offset: int, like: Tensor) -> Tensor:
 
 
 def same_place(tensor: Tensor) -> Tensor:
-    """Return a second tensor over the memory of ``tensor``; autograd does not take it for a view."""
+    """Return a second tensor over the memory of ``tensor``, without its graph; autograd does not take it for a view."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 

@@ -24,7 +24,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .output_hooks import OutputHook, has_plain_weight, holders_of, is_traced, without_history
+from ...gradients.buckets import same_place
+from .output_hooks import OutputHook, has_plain_weight, holders_of, is_traced
 
 #: Weights smaller than this are left to PyTorch: there is nothing to gain.
 SMALLEST_BYTES: Final = 1 << 20
@@ -163,7 +164,7 @@ class _Rows(torch.autograd.Function):
         ctx.save_for_backward(indices)
         ctx.lent, ctx.padding_idx = holder.lent, holder.padding_idx
         ctx.num_rows = weight.shape[0]
-        return without_history(holder.output)
+        return same_place(holder.output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

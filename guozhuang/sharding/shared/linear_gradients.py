@@ -20,7 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .output_hooks import OutputHook, has_plain_weight, holders_of, is_traced, without_history
+from ...gradients.buckets import same_place
+from .output_hooks import OutputHook, has_plain_weight, holders_of, is_traced
 
 #: Weights smaller than this are left to PyTorch: a Python function in backward takes longer than the copy.
 SMALLEST_BYTES: Final = 1 << 21
@@ -93,7 +94,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         output, ctx.place = told
         ctx.save_for_backward(input, weight)
-        return without_history(output)
+        return same_place(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

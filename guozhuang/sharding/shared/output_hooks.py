@@ -32,15 +32,6 @@ def is_traced() -> bool:
     )
 
 
-def without_history(output: Tensor) -> Tensor:
-    """Return a tensor over the same memory that is not connected to autograd's graph.
-
-    It is not a view of another tensor, so programs may modify it in place.
-    """
-    plain = torch.empty(0, dtype=output.dtype)
-    return plain.set_(output.untyped_storage(), output.storage_offset(), output.shape, output.stride())
-
-
 def holders_of(tensor: Tensor) -> int:
     """Return how many tensors and other objects share a tensor's storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
