@@ -26,6 +26,7 @@ from guozhuang.checkpoint.state import Flat, TrainingState, Values, is_stateful,
 from guozhuang.errors import CheckpointError, UsageError, explain
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.net.end_request import EndRequest
+from guozhuang.net.store import next_part
 from guozhuang.registry import registry
 from guozhuang.world import before_leaving, requested_checkpoint
 from guozhuang.world.versions import default_store
@@ -362,11 +363,7 @@ def _saver(path: Path) -> Saver:
     """Return the saver of a folder. Every rank must call it."""
     if path not in _saving.savers:
         rank, size = place()
-        store = None
-        if size > 1:
-            # The ranks count their savers in the store: the n-th of all ranks belong together.
-            turn = default_store().add(f"guozhuang/checkpoint/turns/{rank}", 1)
-            store = dist.PrefixStore(f"guozhuang/checkpoint/{turn}", default_store())
+        store = next_part(default_store(), "checkpoint", rank) if size > 1 else None
         asked = requested_checkpoint()
         keeps = asked.keep if asked is not None and Path(asked.folder) == path else None
         _saving.savers[path] = Saver(CheckpointFolder(path), Board(store, rank, size), keeps)

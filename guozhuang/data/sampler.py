@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, Sampler
 from guozhuang.data.progress import EpochPass, Progress, check_state, whole_number
 from guozhuang.errors import UsageError, explain, rank_table
 from guozhuang.net import client
+from guozhuang.net.store import next_part
 from guozhuang.units import merged, ranks_text
 
 Ends = Literal["pad", "drop", "uneven"]
@@ -215,9 +216,7 @@ class CommonLength:
         if size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
         if (rank, size) == (dist.get_rank(), dist.get_world_size()):
-            store: dist.Store = dist.distributed_c10d._get_default_store()
-            turn = store.add(f"guozhuang/loaders/turns/{rank}", 1)
-            self._store = dist.PrefixStore(f"guozhuang/loaders/{turn}", store)
+            self._store = next_part(dist.distributed_c10d._get_default_store(), "loaders", rank)
             self._store.set(f"length/{rank}", str(length_of(sampler.dataset)))
 
     def agree(self) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from ..errors import MismatchError, explain, rank_table
+from ..net.store import next_part
 from . import roll_call
 
 
@@ -143,9 +144,7 @@ class StepNotices(StoreNotices):
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
-        store, rank = store_of(group), group.rank()
-        turn = store.add(f"guozhuang/{topic}/turns/{rank}", 1)
-        super().__init__(dist.PrefixStore(f"guozhuang/{topic}/{turn}", store), rank, group.size())
+        super().__init__(next_part(store_of(group), topic, group.rank()), group.rank(), group.size())
 
 
 def _difference(what: str, texts: Sequence[list[str]], rank: int, fix: str) -> str:

@@ -31,6 +31,20 @@ _OWN_S = 3.0  # seconds for a connection of this node to itself
 _log = logging.getLogger("guozhuang")
 
 
+def next_part(store: dist.Store, topic: str, rank: int) -> dist.Store:
+    """Return the part of a store for the next object of a kind, whose keys no other object uses.
+
+    Each rank counts its objects in the store: the n-th objects of all ranks get the same part.
+
+    Args:
+        store: the store that all ranks use.
+        topic: names the kind. Every rank must call equally often for a topic.
+        rank: this process.
+    """
+    number = store.add(f"guozhuang/{topic}/turns/{rank}", 1)
+    return dist.PrefixStore(f"guozhuang/{topic}/{number}", store)
+
+
 def loopback_address(host: str) -> str | None:
     """Return the loopback address that ``host`` resolves to, IPv4 first; None if it has another address or none."""
     found = interfaces.resolve(host)

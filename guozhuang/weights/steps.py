@@ -30,6 +30,7 @@ from ..errors import MismatchError, WorldError, explain, rank_table
 from ..groups import roll_call
 from ..groups.agreement import store_of
 from ..groups.serial import SerialThread
+from ..net.store import next_part
 
 _log = logging.getLogger("guozhuang")
 _PATIENCE_S = 1.0  # a rank writes a step's number when it has waited so long in it; numbers are read at this interval
@@ -53,10 +54,8 @@ class StepsBehind:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._rank, self._size, self._store = group.rank(), group.size(), store_of(group)
-        # Each rank counts its objects of this class in the store, so that all ranks use the same number for the same object.
-        number = self._store.add(f"guozhuang/steps/turns/{self._rank}", 1)
-        self._prefix = f"guozhuang/steps/{number}"
+        self._rank, self._size = group.rank(), group.size()
+        self._store = next_part(store_of(group), "steps", self._rank)
         self._turns: dict[str, int] = {}
         self._beginning = 0
         self._waiting = _Waiting()
@@ -67,7 +66,7 @@ class StepsBehind:
     @property
     def _waits(self) -> str:
         """The prefix of the keys under which ranks write the step in which they wait."""
-        return f"{self._prefix}/waits/{self._beginning}"
+        return f"waits/{self._beginning}"
 
     def restart(self) -> None:
         """Start counting steps from another number. Every rank must call, at one point, where no rank is inside a step."""
@@ -127,7 +126,7 @@ class StepsBehind:
 
         everybody = roll_call.call(
             self._store,
-            f"{self._prefix}/{point}/{turn}",
+            f"{point}/{turn}",
             self._rank,
             self._size,
             "" if num_made is None else str(num_made),
@@ -138,7 +137,7 @@ class StepsBehind:
             fix=fix,
         )
         if turn > 2:
-            roll_call.forget(self._store, f"{self._prefix}/{point}/{turn - 2}", self._rank)
+            roll_call.forget(self._store, f"{point}/{turn - 2}", self._rank)
         if len(set(everybody)) > 1:
             table = rank_table(("rank", "optimizer steps made"), list(enumerate(everybody)))
             text = explain(f"ranks came to {point} after different numbers of optimizer steps", fix=MAKE_EVERY_STEP)

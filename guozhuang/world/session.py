@@ -324,6 +324,7 @@ def _check_same(world: World, backend: str | None, device: str | torch.device | 
 def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: float) -> World:
     """Enter a world with the process group that the user made. ``timeout_s`` limits the roll call, if there is one."""
     from guozhuang.net.meet import RankCard, roll_call
+    from guozhuang.net.store import next_part
     from guozhuang.world.discovery import discover
 
     rank, size, found = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
@@ -341,8 +342,7 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
         given = identity if (identity.rank, identity.size) == (rank, size) else given
     store = default_store()
     if size > 1:
-        # Each rank counts in the store how often it adopted the user's group, so that each time gets keys not used before.
-        store = dist.PrefixStore(f"guozhuang/adopted/{store.add(f'guozhuang/adopted/turns/{rank}', 1)}", store)
+        store = next_part(store, "adopted", rank)
     note = devices_seen(known, device)
     cards = [RankCard("", note)]
     has_places = None not in (given.local_rank, given.local_size, given.node_rank, given.num_nodes)

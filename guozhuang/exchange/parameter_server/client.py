@@ -35,6 +35,7 @@ from ...groups import roll_call
 from ...groups.agreement import store_of
 from ...groups.serial import SerialThread, SerialWork
 from ...groups.subgroups import timeout_s
+from ...net.store import next_part
 from ...world.requests import requested_servers
 from . import protocol
 from .protocol import HEADER, PAYLOAD, REPLY, Announcement, Opcode, ServerGroup, ServerMessage, wire
@@ -370,10 +371,7 @@ def _join(group: dist.ProcessGroup, asked: int | None) -> ServerGroup | None:
     count = num_servers(asked)
     if count == 0 and size == 1:
         return None
-    own = store_of(group)
-    # Each rank counts its groups in the store, so all ranks get the same number for the same group.
-    turn = own.add(f"guozhuang/parameter server/turns/{rank}", 1)
-    store: dist.Store = dist.PrefixStore(f"guozhuang/parameter server/{turn}", own)
+    store = next_part(store_of(group), "parameter server", rank)
     keeper = ""
     if count:
         there = requested_servers()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ...errors import PeerLost, UsageError, explain
 from ...groups.agreement import agree, store_of
 from ...groups.subgroups import timeout_s
+from ...net.store import next_part
 from ...timeline import TraceStream
 from .channel import NamedChannel
 from .collectives import CarrierError
@@ -65,9 +66,7 @@ class NamedEngine:
         self._closed = False
         self._channels: list[NamedChannel] = []
         self._num_made = 0
-        whole = store_of(group)
-        turn = whole.add(f"guozhuang/negotiated/turns/{self._rank}", 1)
-        self._store: dist.Store = dist.PrefixStore(f"guozhuang/negotiated/{turn}", whole)
+        self._store = next_part(store_of(group), "negotiated", self._rank)
         self._notices = EngineStore(self._store, self._rank, self._size)
         self._timeline_path: str | None = None
         self.trace: TraceStream | None = None
