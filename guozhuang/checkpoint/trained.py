@@ -170,7 +170,7 @@ def _shapeless(module: nn.Module) -> list[str]:
 def _give_shapes(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor) and name in saved:
-            tensor.materialize(saved[name].shape)  # type: ignore[union-attr]
+            tensor.materialize(saved[name].shape)
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------------

@@ -118,4 +118,5 @@ class NanWatch:
 
 def _own_part(parameter: Tensor) -> Tensor | None:
     gradient: Any = parameter.grad
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    part: Tensor | None = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -85,26 +86,14 @@ class OwnBackend(PythonGroup):
     supports_splitting = supports_coalescing = supports_shrinking = False
     supports_tensor_alloc = supports_time_estimate = False
 
-    def rank(self) -> int:
-        """Return this process's rank in the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Return the number of ranks of the group."""
-        return self._size
-
-    def name(self) -> str:
-        """Return the name of the backend."""
-        return self._backend
-
     @property
     def options(self) -> object:
         """Return the options that the group was made with."""
         return torch._C._distributed_c10d.Backend.Options(self._backend, self._timeout)
 
+    @abc.abstractmethod
     def _group_on(self, device: torch.device) -> Any:
         """Return the group for tensors on another device than the CPU; raise RuntimeError if there is none."""
-        raise NotImplementedError
 
     def _get_backend(self, device: torch.device | str) -> Any:
         device = torch.device(device)

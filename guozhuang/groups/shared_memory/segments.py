@@ -222,7 +222,8 @@ class SharedSegments:
         self._group = group
         self._link = group._resources.link
         self._pids = group._resources._peers.pids
-        self.rank, self.size = group.rank(), group.size()
+        self.rank: int = group.rank()
+        self.size: int = group.size()
 
     def meet(self, what: bytes, private: bytes = b"") -> tuple[bytes, ...]:
         """Wait for all ranks, on the caller's thread, in order with the group's collectives.
