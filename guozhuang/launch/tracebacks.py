@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 
 _HEAD = re.compile(r"^(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
-_CHAINED = (
+# What Python prints between the tracebacks of two exceptions of which one came of the other.
+CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
@@ -48,7 +49,7 @@ def last(lines: Sequence[str]) -> tuple[int, int] | None:
             continue
         begin, end = index, _end(lines, index)
         before = [text for text in lines[max(0, begin - 3) : begin] if text.strip()]
-        if found is not None and len(before) == 1 and before[0] in _CHAINED and _gap(lines, found[1], begin):
+        if found is not None and len(before) == 1 and before[0] in CHAINED and _gap(lines, found[1], begin):
             begin = found[0]
         elif before and before[-1].startswith(_HARMLESS):
             harmless = begin, end
@@ -82,8 +83,8 @@ def speaks_of_lost_peer(lines: Sequence[str]) -> bool:
 
 
 def _gap(lines: Sequence[str], end: int, begin: int) -> bool:
-    """Return whether only a sentence of ``_CHAINED`` stands between two tracebacks."""
-    return all(not text.strip() or text in _CHAINED for text in lines[end:begin])
+    """Return whether only a sentence of ``CHAINED`` stands between two tracebacks."""
+    return all(not text.strip() or text in CHAINED for text in lines[end:begin])
 
 
 def _end(lines: Sequence[str], begin: int) -> int:

@@ -307,6 +307,13 @@ def test_what_the_disk_never_took_is_said(tmp_path: Path, capfd: pytest.CaptureF
 
 IMPORTING = b"""\
 Traceback (most recent call last):
+  File "/site-packages/torch/distributed/distributed_c10d.py", line 151, in <module>
+    from torchcomms._comms import _BackendWrapper
+ModuleNotFoundError: No module named 'torchcomms'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
   File "/home/me/train.py", line 3, in <module>
     import torch
   File "/site-packages/torch/__init__.py", line 2150, in <module>

@@ -29,6 +29,7 @@ from guozhuang.launch.console.escapes import rows_up, without_escapes
 from guozhuang.launch.console.lines import Lines, LiveText, WholeLines
 from guozhuang.launch.console.say import WHO
 from guozhuang.launch.console.screen import Screen, mark
+from guozhuang.launch.tracebacks import CHAINED
 
 # At most this many of a log file's newest bytes are read at once, because a report needs only the last lines.
 _MAX_FOLLOWED_BYTES = 1 << 17
@@ -36,6 +37,7 @@ _KEPT_LINES = 400  # how many of a rank's last lines are kept for the report of 
 _READ_BYTES = 65536
 _SIZE = "HHHH"  # format of a terminal's size (struct winsize): rows, columns, width and height in pixels
 _TRACEBACK = b"Traceback (most recent call last):"
+_AMONG_TRACEBACKS = (b"", _TRACEBACK, *(text.encode() for text in CHAINED))
 _IMPORT_OF_TORCH = re.compile(rb'  File ".*/torch/.*", line \d+, in <module>')
 _OUTPUT_FLAGS, _LOCAL_FLAGS = 1, 3  # indices into the list that termios.tcgetattr returns
 
@@ -137,29 +139,30 @@ class _WithoutImports:
     """
 
     def __init__(self) -> None:
-        self._held: list[bytes] = []  # the traceback so far
+        self._held: list[bytes] = []  # a traceback, with those that it is chained to, so far
+        self._exception = b""  # the exception that ended the last one of them; empty in its middle
 
     def feed(self, lines: Sequence[bytes]) -> list[bytes]:
         """Return those of these lines, and of the traceback so far, that are to be shown now."""
         shown: list[bytes] = []
         for line in lines:
-            if line == _TRACEBACK:
+            if self._exception and line not in _AMONG_TRACEBACKS:
                 shown += self.rest()
-                self._held = [line]
-            elif not self._held:
+            if not self._held and line != _TRACEBACK:
                 shown.append(line)
-            else:
-                self._held.append(line)
-                if not line.startswith(b" "):  # the exception, which ends the traceback
-                    held = self.rest()
-                    is_import = line == b"KeyboardInterrupt" and any(map(_IMPORT_OF_TORCH.fullmatch, held))
-                    shown += [] if is_import else held
+                continue
+            self._held.append(line)
+            if line == _TRACEBACK:
+                self._exception = b""
+            elif not self._exception and not line.startswith(b" "):
+                self._exception = line
         return shown
 
     def rest(self) -> list[bytes]:
-        """Return the lines of an unfinished traceback, and forget them."""
-        held, self._held = self._held, []
-        return held
+        """Return the traceback so far, unless it is one to leave out, and forget it."""
+        held, self._held, exception, self._exception = self._held, [], self._exception, b""
+        is_import = exception == b"KeyboardInterrupt" and any(map(_IMPORT_OF_TORCH.fullmatch, held))
+        return [] if is_import else held
 
 
 class Stream:
