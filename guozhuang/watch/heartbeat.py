@@ -412,7 +412,7 @@ class Heartbeat:
             self._is_ending = True
             # This rank waits before it ends: other ranks read reports once per interval, from a store that a rank may keep.
             keeps = self._keeps_store or self._watch is not None
-            end(text, 2.5 * self._limits.interval_s + (_LONGER_S if keeps else 0.0), report.hang, self._error_file)
+            end(text, 1.5 * self._limits.interval_s + (_LONGER_S if keeps else 0.0), report.hang, self._error_file)
         elif text not in self._texts:  # a new watcher publishes its predecessor's reports again: log each once
             self._texts.add(text)
             _log.error("%s", text)

@@ -122,7 +122,8 @@ def check_ways(store: dist.Store, identity: Identity, hosts: Sequence[str], back
     name = requested_nccl_interface() if backend.lower() == dist.Backend.NCCL else requested_gloo_interface()
     with contextlib.ExitStack() as open_:
         mine = ""
-        # Names of interfaces that we cannot read (NCCL takes patterns too) are left to the backend.
+        # Names that we cannot read (NCCL takes patterns too) are left to the backend. So are interfaces that have link-local
+        # addresses only: a peer must add its own interface to such an address, and our connection does not tell if gloo does.
         with contextlib.suppress(UsageError, OSError):
             if name is not None:
                 listener = interfaces.listen_at(interfaces.named(name.split(",")[0].lstrip("=")).address, 0, size)
