@@ -333,7 +333,7 @@ def _on_pause() -> None:
             board.post(f"{state.step}/go", schedule.is_last or not saver.is_busy)
         if board.read(f"{state.step}/go", _limit_s(), "rank 0"):
             saver.wait()
-            schedule.saved()
+            schedule.saved(state.step)
             _start(saver)
             if schedule.is_last:
                 _end(saver)

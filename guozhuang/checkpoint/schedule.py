@@ -55,7 +55,8 @@ class SaveTimes:
         self._posted: dict[str, Any] = {}  # what rank 0 posted for the next check
         self._last_s = self._looked_s = clock()  # when the last save was, and the last check
         self._looked_at = 0  # the step of the last check
-        self._names: list[list[str]] = [[], []]  # what was posted before the last save but one, and since
+        self._saved_at = 0  # the step of the last save
+        self._posted_for: list[int] = []  # the checks for which something is posted
 
     def is_due(self, step: int) -> bool:
         """Return whether all ranks save after this step.
@@ -78,10 +79,11 @@ class SaveTimes:
             self._decide(step, told["next"])
         return is_counted or bool(told["save"])
 
-    def saved(self) -> None:
-        """Record that all ranks save now; what was posted before the last save but one was read by all of them."""
-        self._board.forget(*self._names[0])
-        self._names = [self._names[1], []]
+    def saved(self, step: int) -> None:
+        """Record that all ranks save now; all have taken part in the save before, so they have read what was posted for it."""
+        self._board.forget(*(f"check/{check}" for check in self._posted_for if check <= self._saved_at))
+        self._posted_for = [check for check in self._posted_for if check > self._saved_at]
+        self._saved_at = step
 
     def _decide(self, step: int, check: int) -> None:
         """On rank 0, at the check after ``step``: decide whether to save at the next check, and which one follows it."""
@@ -96,7 +98,7 @@ class SaveTimes:
             self._last_s = expected_s
         self._posted = {"save": saves, "end": ends, "next": check + ahead}
         self._board.post(f"check/{check}", self._posted)
-        self._names[1].append(f"check/{check}")
+        self._posted_for.append(check)
 
     def __str__(self) -> str:
         return f"every {self._steps} steps" if self._seconds is None else f"every {duration(self._seconds)}"
