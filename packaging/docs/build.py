@@ -17,7 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "docs"
-PATTERNS = ("README.md", "LICENSE", "docs/**/*.md", "benchmarks/README.md", "examples/*.py", "guozhuang/**/*.py")
+PATTERNS = (
+    *("README.md", "LICENSE", "docs/**/*.md", "benchmarks/README.md", "examples/*.py", "guozhuang/**/*.py"),
+    "packaging/docs/*.css",
+)
 # A link in Markdown: its target without the heading. Addresses of other sites have a colon.
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 
