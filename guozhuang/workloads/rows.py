@@ -7,7 +7,7 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,8 @@ from guozhuang.workloads.encoding import decode, read_bytes
 
 FORMATS = ("auto", "csv", "tsv", "jsonl", "json", "parquet", "lines")
 QUOTINGS = ("auto", "double", "none")
+
+_NUM_SHOWN = 8  # places of rows in a message
 
 _SUFFIXES = MappingProxyType(
     {
@@ -41,7 +43,7 @@ class TableRow:
     """One row of a data file: its line number and its cells, not interpreted yet.
 
     Attributes:
-        line: the line of the file on which it begins, from 1; in a parquet file the number of the row, from 1.
+        line: the line of the file on which it begins, from 1; its number, from 1, where ``Table.counts`` is "row".
         cells: text in csv, tsv and lines; any value in JSON and parquet, None for a missing one.
         problem: why the row cannot be used; empty if it can.
     """
@@ -62,6 +64,7 @@ class Table:
         rows: in the order of the file; blank lines are left out.
         encoding: the encoding of the file; empty for parquet.
         assumed: sentences for the log about guesses on the file.
+        counts: "line", or "row" in a parquet file and in a JSON array with several elements on one line.
     """
 
     path: Path
@@ -70,10 +73,16 @@ class Table:
     rows: list[TableRow]
     encoding: str
     assumed: tuple[str, ...]
+    counts: str = "line"
 
     def place(self, line: int) -> str:
-        """Return ``file:line``, by which errors name the row that begins on this line."""
-        return f"{self.path}: row {line}" if self.format == "parquet" else f"{self.path}:{line}"
+        """Return ``file:line`` or ``file: row 3``, by which errors name a row."""
+        return f"{self.path}:{line}" if self.counts == "line" else f"{self.path}: row {line}"
+
+    def places(self, lines: Sequence[int]) -> str:
+        """Return where the first of these rows are: ``lines 3, 9, 12, ...``."""
+        more = ", ..." if len(lines) > _NUM_SHOWN else ""
+        return f"{self.counts}{'s' * (len(lines) > 1)} {', '.join(map(str, lines[:_NUM_SHOWN]))}{more}"
 
 
 def read_table(
@@ -123,15 +132,19 @@ def read_table(
         if encoding is not None:
             raise UsageError(explain("a parquet file has no encoding", value=encoding, fix="leave --encoding out"))
         names, rows = _parquet(data, path)
-        return Table(path, format, names, rows, "", ())
+        return Table(path, format, names, rows, "", (), "row")
     if data[:4] == b"PAR1":
         raise UsageError(explain(f"{path} is a parquet file", value=format, fix="say --data-format parquet"))
     decoded = decode(data, path, encoding)
     assumed = [decoded.assumed] if decoded.assumed else []
     if format in ("jsonl", "json"):
         is_lines = format == "jsonl" or (by_name and not decoded.text.lstrip().startswith("["))
-        names, rows = _columns(_json_lines(decoded.text) if is_lines else _json_array(decoded.text, path))
-        return Table(path, format, names, rows, decoded.encoding, tuple(assumed))
+        placed = list(_json_lines(decoded.text) if is_lines else _json_array(decoded.text, path))
+        counts = "line" if len(dict(placed)) == len(placed) else "row"
+        if counts == "row":
+            placed = [(number, value) for number, (_, value) in enumerate(placed, 1)]
+        names, rows = _columns(placed)
+        return Table(path, format, names, rows, decoded.encoding, tuple(assumed), counts)
     if format == "lines" and by_name and delimiter is None and "\t" in _first_line(decoded.text):
         format = "tsv"
     if format == "lines":
@@ -247,11 +260,15 @@ def _json_lines(text: str) -> Iterator[_Placed]:
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            yield number, f"it is not JSON: {error.msg} at column {error.colno}"
+            yield number, f"it is not JSON: {_fault(error)}"
         except (ValueError, RecursionError) as error:
             yield number, f"it is not JSON that can be read: {error}"
         else:
             yield number, value if isinstance(value, dict) else "it is not a JSON object"
+
+
+def _fault(error: json.JSONDecodeError) -> str:
+    return f"{error.msg.removesuffix(' at')} at column {error.colno}"
 
 
 def _json_array(text: str, path: Path) -> Iterator[_Placed]:
@@ -264,9 +281,9 @@ def _json_array(text: str, path: Path) -> Iterator[_Placed]:
             at += 1
         return at
 
-    def not_an_array(what: str) -> UsageError:
+    def not_an_array(what: str, on_line: int | None = None) -> UsageError:
         fix = "give one array of objects, or an object a line with --data-format jsonl"
-        return UsageError(explain(f"{path}:{line}: the file is not a JSON array: {what}", fix=fix))
+        return UsageError(explain(f"{path}:{on_line or line}: the file is not a JSON array: {what}", fix=fix))
 
     at = skip_blanks(0)
     if text[at : at + 1] != "[":
@@ -277,7 +294,7 @@ def _json_array(text: str, path: Path) -> Iterator[_Placed]:
         try:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            raise not_an_array(f"{error.msg} at line {error.lineno}, column {error.colno}") from None
+            raise not_an_array(_fault(error), error.lineno) from None
         except (ValueError, RecursionError) as error:
             raise not_an_array(str(error)) from None
         yield line, value if isinstance(value, dict) else "it is not a JSON object"
@@ -290,9 +307,8 @@ def _json_array(text: str, path: Path) -> Iterator[_Placed]:
         raise not_an_array("something follows its end")
 
 
-def _columns(objects: Iterable[_Placed]) -> tuple[tuple[str, ...], list[TableRow]]:
+def _columns(placed: Sequence[_Placed]) -> tuple[tuple[str, ...], list[TableRow]]:
     """Return the names of all keys, in the order of their first use, and a row for each object."""
-    placed = list(objects)
     columns = tuple(dict.fromkeys(name for _, value in placed if isinstance(value, dict) for name in value))
     rows = [
         TableRow(number, [], value)

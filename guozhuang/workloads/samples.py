@@ -37,7 +37,6 @@ _TEXT_NAMES = ("title", "headline", "subject", "text", "sentence", "content", "d
 _MISSING = frozenset({"nan", "-nan", "null", "<na>", "#n/a", "nat"})
 
 _NUM_REPORTED = 3
-_NUM_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Samples:
     columns: str
 
     def place(self, index: int) -> str:
-        """Return ``file:line`` of a sample, for the text of an error."""
+        """Return where a sample stands, ``file:line``, for the text of an error."""
         return self.table.place(self.lines[index])
 
 
@@ -104,7 +103,7 @@ def read_samples(
     # jsonl and parquet also have columns of numbers, which are not used as text unless given by ``text``.
     head = [row.cells for row in rows[:1000] if not row.problem and len(row.cells) == width]
     textual = [at for at in range(width) if any(isinstance(cells[at], str) for cells in head)]
-    label_at, text_at = _choose_columns(path, names, width, label, text, textual)
+    label_at, text_at = _choose_columns(table, names, width, label, text, textual)
     labels, texts, lines, bad = [], [], [], list[tuple[int, str]]()
     for row in rows:
         problem = row.problem
@@ -124,17 +123,13 @@ def read_samples(
         logging.getLogger(__name__).warning("%s: bad row: %s; skipped", table.place(line), problem)
     skipped = [line for line, _ in bad]
     if len(bad) > _NUM_REPORTED:
-        logging.getLogger(__name__).warning("%s: %d bad rows skipped in all (%s)", path, len(bad), shown_lines(skipped))
+        logging.getLogger(__name__).warning(
+            "%s: %d bad rows skipped in all (%s)", path, len(bad), table.places(skipped)
+        )
     if not labels:
         raise UsageError(explain(f"{path} has no usable row: all {len(bad)} are bad", fix="look at the warnings above"))
     columns = f"label {_called(names, label_at)}, text {' + '.join(_called(names, at) for at in text_at)}{header_note}"
     return Samples(labels, texts, lines, table, skipped, columns)
-
-
-def shown_lines(lines: Sequence[int]) -> str:
-    """Return the first of these line numbers as text: "lines 3, 9, 12, ..."."""
-    more = ", ..." if len(lines) > _NUM_LINES else ""
-    return f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines[:_NUM_LINES]))}{more}"
 
 
 def _bad_rows(table: Table, bad: Sequence[tuple[int, str]], num_rows: int) -> str:
@@ -143,7 +138,7 @@ def _bad_rows(table: Table, bad: Sequence[tuple[int, str]], num_rows: int) -> st
     what = f"{table.place(line)}: bad row: {problem}"
     fix = "mend the row, or leave such rows out with --bad-rows skip"
     if len(bad) > 1:
-        what += f"; {len(bad)} of {num_rows} rows are bad: {shown_lines([line for line, _ in bad])}"
+        what += f"; {len(bad)} of {num_rows} rows are bad: {table.places([line for line, _ in bad])}"
         fix = "mend the rows, or leave such rows out with --bad-rows skip"
     if table.encoding and any("byte" in problem for _, problem in bad):
         fix += ", or name the encoding with --encoding"
@@ -209,13 +204,15 @@ def _is_number(name: str) -> bool:
 
 
 def _choose_columns(
-    path: Path,
+    table: Table,
     names: Sequence[str] | None,
     width: int,
     label: str | None,
     text: Sequence[str],
     textual: Sequence[int],
 ) -> tuple[int, list[int]]:
+    path = table.path
+
     def find(name: str) -> int:
         if names is not None and list(names).count(name) > 1:
             raise UsageError(
@@ -239,12 +236,10 @@ def _choose_columns(
         others = [at for at in textual if at != label_at]
         text_at = [at for at in others if at < len(folded) and folded[at] in _TEXT_NAMES] or others
     if not text_at:
-        raise UsageError(
-            explain(
-                f"{path} has no column left for the text beside the label",
-                fix="name the separator with --delimiter (tab, comma, space, ...), or the format with --data-format",
-            )
-        )
+        fix = "name the separator with --delimiter (tab, comma, space, ...), or the format with --data-format"
+        if table.names is not None:
+            fix = f"give each row a label and a text; it has the columns {', '.join(map(repr, table.names))}"
+        raise UsageError(explain(f"{path} has no column left for the text beside the label", fix=fix))
     if label_at in text_at:
         raise UsageError(
             explain(

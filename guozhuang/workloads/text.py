@@ -20,7 +20,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.workloads import bert, classify, options, tokens
 from guozhuang.workloads.arguments import TextOptions
 from guozhuang.workloads.base import Workload
-from guozhuang.workloads.samples import Samples, cap, class_numbers, classes_of, hold_out, read_samples, shown_lines
+from guozhuang.workloads.samples import Samples, cap, class_numbers, classes_of, hold_out, read_samples
 from guozhuang.workloads.training_options import classification, find_model
 
 # The most packages, and texts of each, in the default corpus: the Python library's docstrings, labelled by package.
@@ -188,7 +188,7 @@ def _read(chosen: TextOptions, name: str, details: dict[str, str | int | float],
     encoding = f", {samples.table.encoding}" if samples.table.encoding else ""
     details[what] = f"{Path(name).name} ({samples.columns}{encoding})"
     if samples.skipped:
-        details[f"{what}, bad rows skipped"] = f"{len(samples.skipped):,} ({shown_lines(samples.skipped)})"
+        details[f"{what}, bad rows skipped"] = f"{len(samples.skipped):,} ({samples.table.places(samples.skipped)})"
     if samples.table.assumed:
         details[f"{what}, assumed"] = "; ".join(samples.table.assumed)
     return samples

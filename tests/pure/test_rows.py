@@ -287,7 +287,19 @@ def test_json_array_round_trip(tmp_path, rows, indent) -> None:
         ('[{"label": 1, "text": "x"},\n 5]', "a.json:2: bad row: it is not a JSON object"),
         (
             '[{"label": 1, "text": "x"},\n {"label": }]',
-            "a.json:2: the file is not a JSON array: Expecting value at line 2",
+            "a.json:2: the file is not a JSON array: Expecting value at column",
+        ),
+        (
+            '[{"label": 1, "text": "x"}, 5, 6]',
+            "a.json: row 2: bad row: it is not a JSON object; 2 of 3 rows are bad: rows 2, 3",
+        ),
+        (
+            '[{"label": 1,\n "text": "x',
+            "a.json:2: the file is not a JSON array: Unterminated string starting at column 10",
+        ),
+        (
+            '{"data": [1, 2]}',
+            "no column left for the text beside the label. Fix: give each row a label and a text; it has the columns 'data'",
         ),
         ('[{"label": 1, "text": "x"}\n {"label": 2}]', "neither a comma nor ]"),
         ('[{"label": 1, "text": "x"}', "after this element there is ''"),
