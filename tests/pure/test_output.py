@@ -68,6 +68,13 @@ def write(path: str, data: bytes) -> None:
         pipe.write(data)
 
 
+def pipes_of_two(out: Output, folder: Path) -> list[str]:
+    """The pipes into which ranks 0 and 1 print."""
+    for rank in range(2):
+        (folder / str(rank)).mkdir()
+    return [out.pipes(rank, str(folder / str(rank))).stdout for rank in range(2)]
+
+
 def test_what_the_launcher_says_stands_above_a_bar(reader: Reader, tmp_path: Path) -> None:
     out = Output(terminals=((True, False), (True, False)))
     out.begin([0])
@@ -114,9 +121,8 @@ def test_a_reader_that_takes_nothing_stops_no_agent(reader: Reader, tmp_path: Pa
     out = Output()
     reader.fill()
     out.begin([0, 1])
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-        write(out.pipes(rank, str(tmp_path / str(rank))).stdout, b"first\n" * 5000 + b"last\n")
+    for place in pipes_of_two(out, tmp_path):
+        write(place, b"first\n" * 5000 + b"last\n")
     time.sleep(0.1)  # the thread stands before the full pipe
     begin = time.monotonic()
     out.catch_up()
@@ -184,10 +190,7 @@ def test_an_interrupted_restart_loses_nothing(reader: Reader, tmp_path: Path, mo
     """Ctrl-C while what is left of an attempt is taken in: the thread does the rest."""
     out = Output()
     out.begin([0, 1])
-    places = []
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-        places.append(out.pipes(rank, str(tmp_path / str(rank))).stdout)
+    places = pipes_of_two(out, tmp_path)
     finish = Stream.finish
 
     def interrupted(stream: Stream) -> None:
@@ -225,9 +228,7 @@ def test_a_screen_that_fails_ends_no_thread(reader: Reader, tmp_path: Path, monk
     """Whatever fails, the pipes of the ranks must be emptied: a rank would wait for room without limit."""
     out = Output()
     out.begin([0, 1])
-    (tmp_path / "0").mkdir()
-    (tmp_path / "1").mkdir()
-    places = [out.pipes(rank, str(tmp_path / str(rank))).stdout for rank in range(2)]
+    places = pipes_of_two(out, tmp_path)
     for name in ("lines", "live", "end"):
         monkeypatch.setattr(Screen, name, lambda *_: 1 // 0)
     for place in places:
@@ -333,10 +334,7 @@ KeyboardInterrupt
 def test_ctrl_c_shows_no_traceback_of_an_import_of_torch(reader: Reader, tmp_path: Path) -> None:
     out = Output(terminals=((False, False), (False, False)))
     out.begin([0, 1])
-    places = []
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-        places.append(out.pipes(rank, str(tmp_path / str(rank))).stdout)
+    places = pipes_of_two(out, tmp_path)
     write(places[1], b"before\nunfin")
     until(lambda: len(out.traces[1].lines) == 1)
     out.interrupted()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,82 +25,81 @@ def parser() -> argparse.ArgumentParser:
         "rendezvous option is needed, and two runs never meet by accident."
     )
     ours = found.add_argument_group("guozhuang")
-    ours.add_argument(
-        "-np", dest="num_ranks", metavar="N", help="How many ranks: of this node, or with -H of all hosts together."
-    )
-    ours.add_argument("--strategy", metavar="NAME", help="How gz.prepare spreads the training; see the README.")
-    ours.add_argument(
+    add = functools.partial(_add, ours)
+    add("-np", dest="num_ranks", metavar="N", help="How many ranks: of this node, or with -H of all hosts together.")
+    add("--strategy", metavar="NAME", help="How gz.prepare spreads the training; see the README.")
+    add(
         "--replace-ddp",
-        "--replace_ddp",
         action="store_true",
         help="For scripts that use PyTorch alone: its DistributedDataParallel is ours, and gloo on one node is shm.",
     )
-    ours.add_argument(
-        "--backend", metavar="NAME", help="What carries collectives, where the script leaves it to gz.init."
-    )
-    ours.add_argument(
+    add("--backend", metavar="NAME", help="What carries collectives, where the script leaves it to gz.init.")
+    add(
         "--groups",
         type=int,
         metavar="K",
         help="Process groups that take buckets in turn under gz.prepare (default: 1).",
     )
-    add_server_arguments(ours)
-    ours.add_argument("--timeline", metavar="FILE", help="Write what every rank did, as a Chrome trace for Perfetto.")
-    ours.add_argument(
+    add(
+        "--servers",
+        type=int,
+        metavar="K",
+        help="Parameter servers to start beside the ranks of this node, for the exchange ParameterServer (default: 0). With -H "
+        "they are spread over its hosts.",
+    )
+    add(
+        "--server-hosts",
+        action="append",
+        metavar="H:N,...",
+        help="With -H: start N parameter servers on each of these hosts instead, which get no ranks (default N: 1).",
+    )
+    add("--timeline", metavar="FILE", help="Write what every rank did, as a Chrome trace for Perfetto.")
+    add(
         "--checkpoint",
         metavar="DIR",
         help="Save checkpoints into DIR, and go on from the newest one there; the script loops over gz.epochs(n).",
     )
-    ours.add_argument(
-        "--every", metavar="WHEN", help="How often a checkpoint is saved: 500steps, 30s, 5min, 2h (default: 5min)."
-    )
-    ours.add_argument("--keep", type=int, metavar="K", help="How many checkpoints stay in DIR (default: 3).")
-    ours.add_argument(
+    add("--every", metavar="WHEN", help="How often a checkpoint is saved: 500steps, 30s, 5min, 2h (default: 5min).")
+    add("--keep", type=int, metavar="K", help="How many checkpoints stay in DIR (default: 3).")
+    add(
         "--hang-timeout",
-        "--hang_timeout",
         metavar="S",
         help="End the run, with the Python stacks of all ranks, when a rank has not moved for S seconds; off: do not watch "
         "the ranks at all.",
     )
-    ours.add_argument(
+    add(
         "--stop-on-nan",
-        "--stop_on_nan",
         action="store_true",
         help="End the run when a gradient of a rank becomes NaN. Without it, that is said once.",
     )
-    ours.add_argument(
+    add(
         "--pass-local-rank",
-        "--pass_local_rank",
         choices=["local-rank", "local_rank"],
         help="Pass --local-rank=N (or --local_rank=N) to the script, as torch.distributed.launch did.",
     )
-    ours.add_argument(
+    add(
         "--use-env",
-        "--use_env",
         dest="by_variables",  # not `use_env`: torch reads an attribute of that name, and would pass --local-rank if it is false
         action="store_true",
         help="Tell the script its rank by variables only. That is the default; accepted from torch.distributed.launch.",
     )
-    ours.add_argument(
+    add(
         "--copy-output",
-        "--copy_output",
         metavar="FOLDER",
         help="Write what each rank prints into FOLDER/rank.N/stdout and stderr too, on the rank's host.",
     )
-    ours.add_argument(
+    add(
         "--on-failure",
-        "--on_failure",
         choices=[policy.value for policy in Policy],
         default=Policy.RESTART_ALL.value,
         help="What --max-restarts starts again: all ranks, or only the one that failed while the others go on.",
     )
-    ours.add_argument(
+    add(
         "--no-warm",
-        "--no_warm",
         action="store_true",
         help="Start ranks again in a new interpreter, not as forks of a process that has imported torch.",
     )
-    ours.add_argument("--timestamps", action="store_true", help="Put the time before each line that ranks print.")
+    add("--timestamps", action="store_true", help="Put the time before each line that ranks print.")
     add_host_arguments(ours)
     for name in ("nproc_per_node", "master_addr"):
         if f"PET_{name.upper()}" not in os.environ:
@@ -135,11 +135,7 @@ def read(
 
 def add_host_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options for several hosts."""
-
-    def add(*names: str, **more: Any) -> None:
-        underscored = ["--" + name[2:].replace("-", "_") for name in names if "-" in name[2:]]
-        parser.add_argument(*names, *underscored, **more)
-
+    add = functools.partial(_add, parser)
     add(
         "-H",
         dest="hosts",
@@ -176,19 +172,7 @@ def add_host_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_server_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the options for parameter servers."""
-    parser.add_argument(
-        "--servers",
-        type=int,
-        metavar="K",
-        help="Parameter servers to start beside the ranks of this node, for the exchange ParameterServer (default: 0). With -H "
-        "they are spread over its hosts.",
-    )
-    parser.add_argument(
-        "--server-hosts",
-        "--server_hosts",
-        action="append",
-        metavar="H:N,...",
-        help="With -H: start N parameter servers on each of these hosts instead, which get no ranks (default N: 1).",
-    )
+def _add(parser: argparse._ActionsContainer, *names: str, **more: Any) -> None:
+    """Add an option; as torchrun's options do, it has its name with underscores too."""
+    underscored = ["--" + name[2:].replace("-", "_") for name in names if "-" in name[2:]]
+    parser.add_argument(*names, *underscored, **more)
