@@ -54,9 +54,9 @@ def available_bytes(root: str = _GROUPS, own: str = _OWN_GROUPS, memory: str = _
     return min(found, default=_NOT_TOLD)
 
 
-def memory_limit_bytes(root: str = _GROUPS, own: str = _OWN_GROUPS) -> int | None:
-    """Return the memory limit of this process's control groups, in bytes; None: no limit. Arguments: see ``quota_cores``."""
-    return min((limit for limit, _ in _memory_limits(root, own)), default=None)
+def memory_limit_bytes() -> int | None:
+    """Return the memory limit of this process's control groups, in bytes; None: no limit."""
+    return min((limit for limit, _ in _memory_limits(_GROUPS, _OWN_GROUPS)), default=None)
 
 
 def overcommits() -> bool:
@@ -114,9 +114,8 @@ def _memory_limit(folder: Path) -> tuple[int, int] | None:
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         limit, used = _read(folder / limit_file).strip(), _read(folder / used_file).strip()
-        if (
-            limit.isdecimal() and used.isdecimal() and int(limit) < _NOT_TOLD
-        ):  # version 1 writes "no limit" as a huge number
+        # Version 1 writes "no limit" as a huge number.
+        if limit.isdecimal() and used.isdecimal() and int(limit) < _NOT_TOLD:
             fields = (line.split() for line in _read(folder / "memory.stat").splitlines())
             return int(limit), int(used) - sum(int(words[1]) for words in fields if words[:1] == [cached])
     return None

@@ -68,16 +68,14 @@ class Output:
     """The thread that reads and shows the output of ranks, with its state. ``close`` ends the thread.
 
     Args:
-        colour: whether marks are coloured; None: on a terminal, unless NO_COLOR is set.
         terminals: for stdout and stderr (whether it is shown on a terminal, whether to colour it), if the reader of the
-            descriptors passes the output on; None: as the descriptors themselves are.
+            descriptors passes the output on; None: as the descriptors themselves are, and NO_COLOR says.
         timestamps: whether to put the time before each line.
         who: the name of the program, before its own messages.
     """
 
     def __init__(
         self,
-        colour: bool | None = None,
         terminals: Sequence[tuple[bool, bool]] | None = None,
         timestamps: bool = False,
         who: str = WHO,
@@ -85,7 +83,7 @@ class Output:
         self.traces: dict[int, Trace] = {}
         self._timestamps, self._who = timestamps, who
         same = is_same(1, 2)
-        (out_ends_on, out_colour), (err_ends_on, err_colour) = terminals or ((None, colour), (None, colour))
+        (out_ends_on, out_colour), (err_ends_on, err_colour) = terminals or ((None, None), (None, None))
         out = Target(1, out_colour, out_ends_on, self._wait_for_room, is_queued=True)
         err = out if same else Target(2, err_colour, err_ends_on, self._wait_for_room, is_queued=True)
         self._targets = [out, err]
