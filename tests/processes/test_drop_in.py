@@ -64,6 +64,76 @@ def test_a_plain_script_trains_by_our_class_over_shm_and_to_the_same_weights(tmp
     assert len(said) == 2 and "gloo is one of shm" in said[0] and "DistributedDataParallel is Guozhuang's" in said[1]
 
 
+# The shapes of torchtitan's parallel layouts: copies, divided weights, divided layers, and stages of a pipeline.
+LAYOUTS = """
+import sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 32), nn.Linear(32, 8)
+    def forward(self, x):
+        return x + self.b(torch.relu(self.a(x)))
+
+dist.init_process_group("gloo")
+rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,), mesh_dim_names=("all",))
+
+def trained(layout):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    stage = None
+    if layout == "replicate":
+        replicate(model, device_mesh=mesh)
+    elif layout == "fully_shard":
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
+    elif layout == "divided layers":
+        for part in model:
+            parallelize_module(part, mesh, {"a": ColwiseParallel(), "b": RowwiseParallel()})
+    else:
+        model = model[rank]
+        stage = Schedule1F1B(
+            PipelineStage(model, rank, 2, torch.device("cpu")), 4, loss_fn=lambda y, x: (y - x).square().mean()
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    generator = torch.Generator().manual_seed(0 if layout in ("divided layers", "pipeline") else rank)
+    for _ in range(3):
+        x = torch.randn(8, 8, generator=generator)
+        if stage is None:
+            model(x).square().mean().backward()
+        else:
+            stage.step(*([] if rank else [x]), **({"target": x} if rank else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+
+names = ("replicate", "fully_shard", "divided layers", "pipeline")
+torch.save([dist.get_backend(), {name: trained(name) for name in names}], f"{sys.argv[1]}{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_layouts_of_pytorch_over_shm_give_the_weights_that_they_give_over_gloo(tmp_path: Path) -> None:
+    script = write(tmp_path, LAYOUTS)
+    for words in ((script, "theirs"), ("--replace-ddp", script, "ours")):
+        done = guozhuang("run", "-np", 2, *words, folder=tmp_path, timeout_s=100)
+        assert done.returncode == 0, done
+    for rank in range(2):
+        (backend, theirs), (other, ours) = (torch.load(tmp_path / f"{name}{rank}.pt") for name in ("theirs", "ours"))
+        assert (backend, other) == ("gloo", "shm")
+        for layout, weights in theirs.items():
+            for found, expected in zip(ours[layout], weights, strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-7, msg=layout)
+
+
 @pytest.mark.parametrize(
     ("asked", "found"),
     [

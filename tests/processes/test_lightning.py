@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 # The shape of Lightning's own examples: a module with an optimizer and a schedule, accumulation, clipping, validation and
 # checkpoints; one with two optimizers that are stepped by hand; and a loop with Fabric.
 TRAINER = """
-import sys, torch
+import os, sys, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import guozhuang
@@ -96,6 +96,8 @@ for name in sys.argv[1:]:
     found[name] = (*train(GuozhuangStrategy(name))[:2], resumed[0])
     found[name + " again"] = again(lambda: GuozhuangStrategy(name))
 guozhuang.shutdown()
+if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:  # rank 0 may still be closing the store that it had on this port
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
 found |= {{"theirs": train("ddp"), "by hand": train("ddp", ByHand), "again": again(lambda: "ddp")}}
 torch.save(found, f"found{{torch.distributed.get_rank()}}.pt")
 """
