@@ -199,16 +199,20 @@ def _foresee(
 
 
 def _try(plan: ComparisonPlan, forecast: Forecast, runs: Runs) -> str:
-    """Make a few steps in one process, for the forecast; return a remark on them."""
-    spec = replace(_spec(plan, _SINGLE, "trial"), num_steps=_TRIAL_STEPS, num_warmup_steps=_TRIAL_STEPS)
-    began = time.monotonic()
-    outcome = runs.execute(spec, Path(spec.folder) / "log", lambda step: None)
-    if isinstance(outcome, RunFailure):
-        return f"; how long is not known yet, for a trial of single failed: {short(outcome.cause)}".removesuffix(".")
-    step_s = summarize_round(1, outcome).phases.step_s
-    trial = PlannedRun(_SINGLE.name, "trial", False, 2 * _TRIAL_STEPS)
-    forecast.note(trial, time.monotonic() - began - runs.opening_s, step_s)
-    return f"; a step of single took {units.duration(step_s)} in a trial"
+    """Make a few steps in one process and on the ranks, whichever will train, for the forecast; return a remark on them."""
+    of_ranks = [one for one in plan.contenders if not one.entry.one_process]
+    took = []
+    for one in ([_SINGLE] if len(of_ranks) < len(plan.contenders) else []) + of_ranks[:1]:
+        spec = replace(_spec(plan, one, "trial"), num_steps=_TRIAL_STEPS, num_warmup_steps=_TRIAL_STEPS)
+        began = time.monotonic() - runs.opening_s
+        outcome = runs.execute(spec, Path(spec.folder) / "log", lambda step: None)
+        if isinstance(outcome, RunFailure):
+            return f"; a trial of {one.name} failed: {short(outcome.cause)}".removesuffix(".")
+        step_s = summarize_round(1, outcome).phases.step_s
+        trial = PlannedRun(one.name, "trial", False, 2 * _TRIAL_STEPS, one.entry.one_process)
+        forecast.note(trial, time.monotonic() - runs.opening_s - began, step_s)
+        took.append(f"{units.duration(step_s)} under {one.name}")
+    return f"; a step took {' and '.join(took)} in a trial"
 
 
 def _kept(plan: ComparisonPlan, unfinished: Unfinished, contender: Contender, number: int) -> FinishedRun | None:

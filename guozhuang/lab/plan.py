@@ -74,7 +74,8 @@ class ComparisonPlan:
     def run(self, contender: Contender, number: int) -> PlannedRun:
         """Return the run of a contender in a round, or for number 0 that of its timeline."""
         num_steps = self.settings.num_steps if number else min(self.settings.num_steps, TIMELINE_STEPS)
-        return PlannedRun(contender.name, self.part(number), number == 1, self.settings.num_warmup_steps + num_steps)
+        num_steps += self.settings.num_warmup_steps
+        return PlannedRun(contender.name, self.part(number), number == 1, num_steps, contender.entry.one_process)
 
     def runs(self) -> Iterator[tuple[Contender, int]]:
         """Yield the contender and the round's number (0: timeline) of every run, in the order in which they are made."""

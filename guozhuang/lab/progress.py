@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -22,29 +22,31 @@ class PlannedRun(NamedTuple):
         part: "round 2/3", or "timeline".
         is_first: whether the run is one of the first round, in which models are evaluated too.
         num_steps: its steps, with those of the warm-up.
+        one_process: whether one process trains, and not the ranks.
     """
 
     name: str
     part: str
     is_first: bool
     num_steps: int
+    one_process: bool
 
 
 class Forecast:
     """Estimates the duration of runs from those that were made.
 
     A run takes its steps, and some time besides: to start, to build the model, and in the first round to evaluate it. A step
-    takes what it took in the same strategy's latest run, else the mean over other strategies. The time besides is that of a run
-    with evaluation, or without, as this one; of the same strategy, else the mean over others.
+    takes what it took in the same strategy's latest run, else the mean over others, of one process or of ranks as this one. The
+    time besides is that of a run with evaluation, or without, as this one; of the same strategy, else the mean over others.
     """
 
     def __init__(self) -> None:
-        self._step_s: dict[str, float] = {}
+        self._step_s: dict[tuple[str, bool], float] = {}
         self._besides_s: dict[tuple[str, bool], float] = {}
 
     def note(self, run: PlannedRun, duration_s: float, step_s: float) -> None:
         """Remember that a run took ``duration_s`` seconds in all, and ``step_s`` for a step."""
-        self._step_s[run.name] = step_s
+        self._step_s[run.name, run.one_process] = step_s
         self._besides_s[run.name, run.is_first] = max(0.0, duration_s - run.num_steps * step_s)
 
     def seconds(self, runs: Iterable[PlannedRun]) -> float | None:
@@ -52,10 +54,14 @@ class Forecast:
         return sum(self._seconds(run) for run in runs) if self._step_s else None
 
     def _seconds(self, run: PlannedRun) -> float:
-        step_s = self._step_s.get(run.name, statistics.fmean(self._step_s.values()))
-        of_others = [besides_s for (_, is_first), besides_s in self._besides_s.items() if is_first == run.is_first]
-        mean_s = statistics.fmean(of_others or self._besides_s.values())
-        return self._besides_s.get((run.name, run.is_first), mean_s) + run.num_steps * step_s
+        step_s = _of(self._step_s, run.name, run.one_process)
+        return _of(self._besides_s, run.name, run.is_first) + run.num_steps * step_s
+
+
+def _of(found: Mapping[tuple[str, bool], float], name: str, kind: bool) -> float:
+    """Return what was found for a strategy in runs of a kind; else the mean over others of this kind, else over all."""
+    alike = [value for (_, its_kind), value in found.items() if its_kind is kind]
+    return found.get((name, kind), statistics.fmean(alike or found.values()))
 
 
 class Reporter:

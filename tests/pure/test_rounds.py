@@ -290,22 +290,28 @@ def test_how_long_it_takes_is_said_before_and_meanwhile(
     _run(monkeypatch, tmp_path, _well, "--device", "cpu")
     said = " ".join(capsys.readouterr().err.split())
     assert "which suit this machine; --all compares all" in said
-    assert re.search(r"18 runs of 5 \+ 50 steps in up to 3 round\(s\): about [\d a-z]+; a step of single took", said)
+    assert re.search(
+        r"18 runs of 5 \+ 50 steps in up to 3 round\(s\): about [\d a-z]+; a step took .+ under single and .+ under ddp in",
+        said,
+    )
     assert re.search(r"\[1/18\] round 1/3, single: 100 samples/s, about \d+ \w+ left", said)
     assert "would take" not in said
     _run(monkeypatch, tmp_path, _well, "--steps", "2000", "--device", "cpu")
     said = " ".join(capsys.readouterr().err.split())
-    assert re.search(r"about \d+ to \d+ min; a step of .* --steps 20 --rounds 2 would take about [1-4]\d s\.", said)
+    assert re.search(r"about \d+ to \d+ min; a step took .* --steps 20 --rounds 2 would take about [1-4]\d s\.", said)
 
 
 def test_a_forecast_learns_from_runs() -> None:
     forecast = Forecast()
-    first, later = PlannedRun("ddp", "round 1/3", True, 100), PlannedRun("ddp", "round 2/3", False, 100)
-    other = PlannedRun("none", "round 1/3", True, 10)
+    first, later = PlannedRun("ddp", "round 1/3", True, 100, False), PlannedRun("ddp", "round 2/3", False, 100, False)
+    other = PlannedRun("none", "round 1/3", True, 10, False)
     assert forecast.seconds([first]) is None
     forecast.note(first, duration_s=15.0, step_s=0.1)  # 5 s besides its steps
     assert forecast.seconds([later]) == pytest.approx(15.0) and forecast.seconds([other]) == pytest.approx(6.0)
     forecast.note(later, duration_s=12.0, step_s=0.11)
     assert forecast.seconds([later, later]) == pytest.approx(24.0) and forecast.seconds([first]) == pytest.approx(16.0)
+    alone = PlannedRun("single", "trial", False, 4, True)
+    forecast.note(alone, duration_s=9.0, step_s=1.0)  # what one process takes says nothing of ranks
+    assert forecast.seconds([other]) == pytest.approx(5 + 1.1)
     assert [about(s) for s in (1, 62, 100, 3500, 4000, 7000)] == ["5 s", "60 s", "2 min", "58 min", "1 h 10 min", "2 h"]
     assert [about_span(*s) for s in ((10, 20), (80, 200), (300, 310))] == ["10 to 20 s", "80 s to 3 min", "5 min"]
