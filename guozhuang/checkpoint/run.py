@@ -29,6 +29,7 @@ from guozhuang.net.end_request import EndRequest
 from guozhuang.net.store import next_part
 from guozhuang.registry import registry
 from guozhuang.world import before_leaving, requested_checkpoint
+from guozhuang.world.torchrun import store_of_launcher
 from guozhuang.world.versions import default_store
 
 _log = logging.getLogger("guozhuang")
@@ -301,8 +302,10 @@ def begin() -> None:
         _saving.folder not in (began, began.parent) and _steps_of_first(CheckpointFolder(_saving.folder))
     ):
         restore(_saving.folder)
-    request = _saving.end_request = EndRequest(default_store()) if rank == 0 and dist.is_initialized() else None
-    board, must_end = _saver(_saving.folder).board, None if request is None else request.is_made
+    board, must_end = _saver(_saving.folder).board, None
+    if rank == 0 and (store := default_store() if board.size > 1 else store_of_launcher()) is not None:
+        _saving.end_request = EndRequest(store)
+        must_end = _saving.end_request.is_made
     _saving.schedule = SaveTimes(asked.every_steps, asked.every_s, board, _limit_s(), must_end)
 
 

@@ -33,7 +33,7 @@ class EndRequest:
     """The request as rank 0 sees it.
 
     Args:
-        store: the store of the default process group.
+        store: the store in which the ranks and the launcher meet, or a part of it.
     """
 
     def __init__(self, store: dist.Store) -> None:

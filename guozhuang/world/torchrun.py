@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from guozhuang.errors import UsageError, explain
+from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.interfaces import is_address
 from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.world.identity import Identity
 from guozhuang.world.requests import requested_secret
 from guozhuang.world.variables import bare_host, number
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _NEEDED = ("RANK", "WORLD_SIZE")
 # Any of these without both RANK and WORLD_SIZE is an error: a launcher meant this process to be one of several.
@@ -55,6 +61,21 @@ def read(environ: Mapping[str, str]) -> Identity | None:
         num_nodes=num_nodes,
         meeting_point=None if size == 1 else _meeting_point(environ, is_one_node=local_size == size),
     )
+
+
+def store_of_launcher(timeout_s: float = 10.0) -> dist.Store | None:
+    """Connect to the store that a launcher keeps for its ranks, as the only rank, whose own store is in memory.
+
+    Returns:
+        The store; None if no launcher keeps one, or it does not answer within ``timeout_s``.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    from guozhuang.net.meet import join  # imported only when needed
+
+    with contextlib.suppress(UsageError, WorldError):
+        return join(_meeting_point(os.environ, is_one_node=True), 0, timeout_s, log_notices=False).store
+    return None
 
 
 def has_virtual_local_rank(environ: Mapping[str, str]) -> bool:

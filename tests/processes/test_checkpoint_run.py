@@ -100,15 +100,16 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path, strategy, n
 def test_a_launcher_that_gets_sigterm_lets_all_ranks_save_and_the_same_command_goes_on(tmp_path) -> None:
     script, began = write(tmp_path, SCRIPT), tmp_path / "began"
     began.mkdir()
-    options = ("run", "-np", 2, "--every", "1000steps", "--checkpoint")
+    options = ("--every", "1000steps", "--checkpoint")
     more = {"folder": tmp_path, "EPOCHS": "5", "BEGAN": str(began)}
-    expected = results(guozhuang(*options, tmp_path / "a", script, **more).stdout)  # type: ignore[arg-type]
+    expected = results(guozhuang("run", "-np", 2, *options, tmp_path / "a", script, **more).stdout)  # type: ignore[arg-type]
 
-    def ended_by_sigterm(folder: str, num_signals: int, **env: str) -> None:
+    def ended_by_sigterm(folder: str, num_ranks: int, num_signals: int, **env: str) -> None:
         for path in began.iterdir():
             path.unlink()
-        with Launched(*options, tmp_path / folder, script, **more, **env) as launched:  # type: ignore[arg-type]
-            launched.until(lambda: len(list(began.iterdir())) == 2)
+        words = ("run", "-np", num_ranks, *options, tmp_path / folder, script)
+        with Launched(*words, **more, **env) as launched:  # type: ignore[arg-type]
+            launched.until(lambda: len(list(began.iterdir())) == num_ranks)
             launched.send(signal.SIGTERM)
             launched.until(lambda: "all ranks save a checkpoint after the same step" in launched.printed)
             for _ in range(num_signals - 1):
@@ -118,12 +119,12 @@ def test_a_launcher_that_gets_sigterm_lets_all_ranks_save_and_the_same_command_g
         assert done.returncode == 128 + signal.SIGTERM, done
         assert ("was asked to end, and" in done.stderr) == (num_signals == 1), done
 
-    ended_by_sigterm("b", 1)
+    ended_by_sigterm("b", 2, 1)
     (step,) = CheckpointFolder(tmp_path / "b").steps()
     assert 0 < step < 200
-    done = guozhuang(*options, tmp_path / "b", script, **more)  # type: ignore[arg-type]
+    done = guozhuang("run", "-np", 2, *options, tmp_path / "b", script, **more)  # type: ignore[arg-type]
     assert f"step-{step}, saved" in done.stderr and results(done.stdout) == expected and len(expected) == 2
-    ended_by_sigterm("c", 2, STUCK="1")
+    ended_by_sigterm("c", 1, 2, STUCK="1")
     assert CheckpointFolder(tmp_path / "c").steps() == []
 
 
