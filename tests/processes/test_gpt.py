@@ -9,9 +9,7 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,14 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import guozhuang as gz
+from tests.launching import ROOT, Launched, guozhuang
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
 GPT, PLAIN = ROOT / "examples" / "gpt.py", ROOT / "examples" / "gpt_plain.py"
 SMALL = ["--epochs", "2", "--batch-size", "16", "--context", "32", "--width", "16", "--depth", "2"]
 STRATEGIES = (
     *("ddp", "torch-ddp", "horovod", "sharded", "sharded-weights", "parameter-server", "quantize8"),
-    *("local-sgd", "diloco", "decentralized", "single", "dp"),
+    *("local-sgd", "diloco", "decentralized"),
 )
 
 
@@ -52,7 +51,7 @@ def test_six_lines_are_changed() -> None:
     assert len(gone) - len(added) <= 8, "\n".join(gone)
 
 
-def trained(rank: int, size: int, script: str, words: list[str]) -> tuple[list[float], dict[str, Any]]:
+def trained(script: str, words: list[str]) -> tuple[list[float], dict[str, Any]]:
     """Run a script as a program; return the losses that it printed, and the weights that it has in the end."""
     printed = io.StringIO()
     with mock.patch.object(sys, "argv", [script, *words]), contextlib.redirect_stdout(printed):
@@ -65,22 +64,30 @@ def trained(rank: int, size: int, script: str, words: list[str]) -> tuple[list[f
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed.getvalue())], weights
 
 
+def trained_under(rank: int, size: int, strategies: tuple[str, ...], words: list[str]) -> dict[str, Any]:
+    found = {}
+    for strategy in strategies:
+        os.environ["GUOZHUANG_STRATEGY"] = strategy
+        found[strategy] = trained(str(GPT), words)
+        gz.shutdown()
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_under_every_strategy(strategy: str, text: str) -> None:
-    size = 1 if strategy in ("single", "dp") else 2
-    env = {"GUOZHUANG_STRATEGY": strategy}
-    results = run_ranks(trained, size, str(GPT), [text, *SMALL], init=False, env=env, timeout_s=100)
-    losses, weights = results[0]
-    assert len(losses) == 2 and losses[-1] < losses[0] - 0.2, losses
-    for _, others in results[1:]:
-        for name, value in weights.items():
-            assert torch.equal(value, others[name]), name
+@pytest.mark.parametrize(("size", "strategies"), [(1, ("single", "dp")), (2, STRATEGIES)])
+def test_under_every_strategy(size: int, strategies: tuple[str, ...], text: str) -> None:
+    first, *others = run_ranks(trained_under, size, strategies, [text, *SMALL], init=False, timeout_s=110)
+    for strategy in strategies:
+        losses, weights = first[strategy]
+        assert len(losses) == 2 and losses[-1] < losses[0] - 0.2, (strategy, losses)
+        for other in others:
+            for name, value in weights.items():
+                assert torch.equal(value, other[strategy][1][name]), (strategy, name)
 
 
-def run(folder: Path, text: str) -> list[str]:
-    where = ["--nproc-per-node", "2", "--checkpoint", str(folder), "--every", "3steps", "--keep", "100"]
-    return [sys.executable, "-m", "guozhuang", "run", *where, str(GPT), text, *SMALL]
+def run(checkpoint: Path, text: str) -> list[object]:
+    where = ["--nproc-per-node", 2, "--checkpoint", checkpoint, "--every", "3steps", "--keep", 100]
+    return ["run", *where, GPT, text, *SMALL]
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -101,23 +108,15 @@ def newest(folder: Path) -> int:
 @pytest.mark.slow
 def test_it_goes_on_bit_for_bit_after_kill_9(tmp_path: Path, text: str) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(run(whole, text), env=environ, cwd=tmp_path, check=True, timeout=100, capture_output=True)
-    with subprocess.Popen(
-        run(cut, text), env=environ, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as first:
-        deadline = time.monotonic() + 60
-        while newest(cut) < 6 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        first.send_signal(signal.SIGKILL)
-    killed_at = newest(cut)
-    assert 6 <= killed_at < newest(whole), "it was killed in the middle"
-    deadline = time.monotonic() + 20
-    while (
-        done := subprocess.run(run(cut, text), env=environ, cwd=tmp_path, timeout=100, capture_output=True, text=True)
-    ).returncode:
-        assert time.monotonic() < deadline, done.stderr  # ranks of the killed run may still be ending
-    assert "goes on from" in done.stdout + done.stderr
+    done = guozhuang(*run(whole, text), folder=tmp_path, timeout_s=100)
+    assert done.returncode == 0, done
+    with Launched(*run(cut, text), folder=tmp_path) as launched:
+        launched.until(lambda: newest(cut) >= 6)
+        launched.send(signal.SIGKILL)
+        assert not launched.left(20)
+    assert 6 <= newest(cut) < newest(whole), "it was killed in the middle"
+    done = guozhuang(*run(cut, text), folder=tmp_path, timeout_s=100)
+    assert done.returncode == 0 and "goes on from" in done.stderr, done
     assert newest(cut) == newest(whole)
     ours, theirs = (tensors_of(folder / f"step-{newest(whole)}") for folder in (cut, whole))
     assert len(ours) > 100 and ours.keys() == theirs.keys()
