@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.launching import environment, guozhuang, write
+from tests.launching import guozhuang, python, write
 
 pytest.importorskip("lightning")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # The shape of Lightning's own examples: a module with an optimizer and a schedule, accumulation, clipping, validation and
 # checkpoints; one with two optimizers that are stepped by hand; and a loop with Fabric.
-TRAINER = """
+DEFINITIONS = """
 import os, sys, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -87,8 +85,9 @@ def again(strategy):
         trainer.fit(module, loader())
     right = trainer.validate(module, loader(), verbose=False)[0]["right"]
     return {{k: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for k, v in module.state_dict().items()}}, right
-
-found = {{"by hand, ours": train("guozhuang", ByHand)}}
+"""
+TRAINER = """
+found = {"by hand, ours": train("guozhuang", ByHand)}
 assert torch.distributed.get_backend() == "shm"
 for name in sys.argv[1:]:
     weights, right, checkpoint = train(GuozhuangStrategy(name), epochs=1)
@@ -96,34 +95,21 @@ for name in sys.argv[1:]:
     found[name] = (*train(GuozhuangStrategy(name))[:2], resumed[0])
     found[name + " again"] = again(lambda: GuozhuangStrategy(name))
 guozhuang.shutdown()
-if "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:  # rank 0 may still be closing the store that it had on this port
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-found |= {{"theirs": train("ddp"), "by hand": train("ddp", ByHand), "again": again(lambda: "ddp")}}
-torch.save(found, f"found{{torch.distributed.get_rank()}}.pt")
+found |= {"theirs": train("ddp"), "by hand": train("ddp", ByHand), "again": again(lambda: "ddp")}
+torch.save(found, f"found{torch.distributed.get_rank()}.pt")
 """
-
-
-def started_by_lightning(script: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """``python script.py``: Lightning starts the second rank."""
-    command = [sys.executable, str(script), *words]
-    return subprocess.run(
-        command, cwd=script.parent, env=environment(), capture_output=True, text=True, timeout=150, check=False
-    )
-
-
+SERVED_TOO = """
+found = {"by name": train("guozhuang"), "sharded": train(GuozhuangStrategy("sharded"))}
+guozhuang.shutdown()
+os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)  # rank 0 may still be closing the store that it had
+torch.save(found | {"theirs": train("ddp")}, f"found{torch.distributed.get_rank()}.pt")
+"""
 EXACT, OTHERS = ("ddp", "sharded", "sharded-weights"), ("diloco", "topk")
 
 
-@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
-def test_lightnings_trainer_is_that_of_its_own_ddp_and_goes_on_from_its_checkpoints(
-    tmp_path: Path, package: str
-) -> None:
-    script = write(tmp_path, TRAINER.format(package=package))
-    strategies = (*EXACT, *OTHERS) if package == "lightning" else ("sharded",)
-    if package == "lightning":
-        done = guozhuang("run", "-np", 2, script, *strategies, folder=tmp_path, timeout_s=150)
-    else:
-        done = started_by_lightning(script, *strategies)
+def test_lightnings_trainer_is_that_of_its_own_ddp_and_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
+    script, strategies = write(tmp_path, DEFINITIONS.format(package="lightning") + TRAINER), (*EXACT, *OTHERS)
+    done = guozhuang("run", "-np", 2, script, *strategies, folder=tmp_path, timeout_s=150)
     assert done.returncode == 0 and "hide your model's" not in done.stderr, done
     found, other = (torch.load(tmp_path / f"found{rank}.pt") for rank in range(2))
     expected, right, _ = found["theirs"]
@@ -144,6 +130,20 @@ def test_lightnings_trainer_is_that_of_its_own_ddp_and_goes_on_from_its_checkpoi
             if strategy in EXACT:
                 torch.testing.assert_close(twice[name], tensor, rtol=0, atol=1e-6, msg=f"{strategy} {name}")
         assert strategy in OTHERS or right_then == their_right_then, strategy
+
+
+def test_the_package_pytorch_lightning_is_served_too(tmp_path: Path) -> None:
+    """By the same classes, made from its own: what they do is in the test above."""
+    script = write(tmp_path, DEFINITIONS.format(package="pytorch_lightning") + SERVED_TOO)
+    done = python(script, folder=tmp_path, timeout_s=150)  # Lightning starts the second rank
+    assert done.returncode == 0 and "hide your model's" not in done.stderr, done
+    found, other = (torch.load(tmp_path / f"found{rank}.pt") for rank in range(2))
+    (expected, right, _) = found["theirs"]
+    for name in ("by name", "sharded"):
+        assert found[name][1] == right, name
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[name][0][key], tensor, rtol=0, atol=1e-6, msg=f"{name} {key}")
+            assert torch.equal(found[name][0][key], other[name][0][key]), f"{name} {key}"
 
 
 FABRIC = """
@@ -195,7 +195,7 @@ if torch.distributed.get_rank() == 0:
 
 
 def test_fabrics_loop_is_that_of_its_own_ddp_and_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
-    done = started_by_lightning(write(tmp_path, FABRIC), *EXACT, *OTHERS)
+    done = python(write(tmp_path, FABRIC), *EXACT, *OTHERS, folder=tmp_path, timeout_s=150)  # it starts the second rank
     assert done.returncode == 0, done
     assert done.stderr.count("guozhuang: Lightning trains by strategy ddp, 2 ranks on backend shm") == 1, done.stderr
     found, backend = torch.load(tmp_path / "found.pt")
