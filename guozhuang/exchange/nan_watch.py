@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,7 +40,9 @@ class NanWatch:
     """
 
     def __init__(self, group: dist.ProcessGroup, defers: bool | None = None, *, are_averaged: bool = False) -> None:
-        self._group, self._defers, self._stops = group, defers, requested_stop_on_nan()
+        # A watch outlives its group: gloo's connections and the store's port are free with the last reference to them.
+        self._group, self._rank = weakref.ref(group), group.rank()
+        self._defers, self._stops = defers, requested_stop_on_nan()
         self._are_averaged = are_averaged
         self._places: dict[int, tuple[Sequence[Tensor], Tensor]] = {}
         self._pending: list[tuple[int, Tensor]] = []
@@ -101,15 +104,15 @@ class NanWatch:
 
     def _found(self, step: int, names: Sequence[str]) -> None:
         self._is_over, self._places, self._pending = True, {}, []
-        is_first = True
+        is_first, group = True, self._group()
         with contextlib.suppress(RuntimeError):  # a store that is gone
-            is_first = store_of(self._group).add(_KEY, 1) == 1
+            is_first = group is None or store_of(group).add(_KEY, 1) == 1
         which, whose = (
             ("averaged gradient", "all ranks' batches") if self._are_averaged else ("gradient", "this rank's batch")
         )
         what = f"step {step}: the {which} of {some_of(names)} is NaN here, so the loss or what led to it was"
         fix = f"look at {whose}, the learning rate and the precision; with a GradScaler this may happen now and then"
-        text = explain(what, rank=self._group.rank(), fix=fix)
+        text = explain(what, rank=self._rank, fix=fix)
         if self._stops:
             raise FloatingPointError(text)
         if is_first:

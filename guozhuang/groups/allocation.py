@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from guozhuang.groups.base import PythonGroup
+
 
 def zeros_for(group: dist.ProcessGroup) -> Callable[[int, torch.dtype, torch.device], Tensor]:
     """Return a function that allocates flat tensors of zeros for this group: ``allocate(num_elements, dtype, device)``.
@@ -15,10 +17,12 @@ def zeros_for(group: dist.ProcessGroup) -> Callable[[int, torch.dtype, torch.dev
     CPU tensors are placed in the group's own memory if it has such memory (``group.empty``); all others come from PyTorch.
     Not collective: ranks may allocate different sizes at different times.
     """
+    # Gloo's connections end with the last reference to its group, so one without such memory is not kept by what is returned.
+    own = group if isinstance(group, PythonGroup) else None
 
     def allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         empty = getattr(
-            group, "empty", None
+            own, "empty", None
         )  # looked up each time: it is another one after a change of the group's ranks
         if empty is None or device.type != "cpu" or num_elements == 0:
             return torch.zeros(num_elements, dtype=dtype, device=device)
