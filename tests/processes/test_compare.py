@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from guozhuang import compat
 from guozhuang.lab import compare, options
 from guozhuang.lab.results import Results, from_json
 from guozhuang.lab.verdict import judge
+from tests.waiting import remaining, until
 
 TINY = "tests.processes.tiny_workload:make"
 
@@ -32,6 +34,13 @@ def _compare(out: Path, *more: str) -> tuple[int, Results]:
 
 def _processes_of(text: str) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if text in " ".join(p.info["cmdline"] or ())]
+
+
+def _until_there_are_two(scratch: Path, strategy: str, comparison: subprocess.Popen[Any]) -> None:
+    until(
+        lambda: len(list(scratch.glob(f"guozhuang-*/{strategy}-*/pid-*"))) == 2,
+        goes_on=lambda: comparison.poll() is None,
+    )
 
 
 def test_strategies_side_by_side_and_one_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,10 +148,7 @@ def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: signal
         text=True,
     )
     try:
-        deadline = time.monotonic() + 40
-        while len(list(scratch.glob("guozhuang-*/none-*/pid-*"))) < 2:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+        _until_there_are_two(scratch, "none", process)
         process.send_signal(number)
         _, said = process.communicate(timeout=20)
     finally:
@@ -172,18 +178,12 @@ def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     environ = {**os.environ, "TMPDIR": str(scratch), "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
     process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 60
-        while len(list(scratch.glob("guozhuang-*/ddp-*/pid-*"))) < 2:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
+        _until_there_are_two(scratch, "ddp", process)
     finally:
         process.kill()
         _, said = process.communicate()
     assert "single: " in said
-    deadline = time.monotonic() + 20
-    while _processes_of(str(scratch)):
-        assert time.monotonic() < deadline, "ranks of a killed comparison are left"
-        time.sleep(0.2)
+    assert not remaining(lambda: _processes_of(str(scratch)), 20), "ranks of a killed comparison are left"
     assert {path.name for path in (out / "unfinished").iterdir()} == {
         "comparison.json", "run-round1-single.json", "weights-single.pt",
     }  # fmt: skip
