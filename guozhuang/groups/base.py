@@ -39,7 +39,6 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)  # ProcessGroup's other constructor, which takes a store, refuses subclasses
         self._rank, self._size, self._backend = rank, size, backend
         self._name, self._description = "", ""
-        versions.register_backend(self, rank, size, backend)
 
     def getBackendName(self) -> str:
         """Return the backend name."""
@@ -72,6 +71,9 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def getGroupDesc(self) -> str:
         """Return the description that ``torch.distributed`` gave the group."""
         return self._description
+
+
+versions.attach_no_flight_recorder(PythonGroup)
 
 
 class OwnBackend(PythonGroup):

@@ -86,35 +86,21 @@ def answer_older_names(group: type) -> None:
             setattr(group, older, vars(group)[name])
 
 
-def register_backend(group: Any, rank: int, size: int, name: str) -> None:
-    """Register a backend for the CPU with a process group written in Python, where this version of PyTorch asks for one.
+def attach_no_flight_recorder(kind: type) -> None:
+    """Let ``torch.distributed`` attach no flight recorder to process groups of a class that is written in Python.
 
-    From 2.15 on ``init_process_group`` attaches a flight recorder to every group, which raises for a group without a backend.
-    Such a group answers all calls itself, so this backend only has a rank, a size and a name; nothing is recorded through it.
+    From 2.15 on ``init_process_group`` and ``new_group`` attach one to every group. For a group without a backend of PyTorch's
+    that raises, with Python 3.13 it ends the process, and nothing would be recorded.
     """
-    if hasattr(torch._C._distributed_c10d, "FlightRecorderHook"):
-        # Attaching one to a group written in Python ends a process of Python 3.13; it would record nothing in any case.
-        not_attached: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-        not_attached.add(name)
-        kind = dist.ProcessGroup.BackendType.CUSTOM
-        group._set_default_backend(kind)
-        group._register_backend(torch.device("cpu"), kind, _backend_class()(rank, size, name))
+    attach = field(dist.distributed_c10d, "_maybe_attach_flight_recorder")
+    if attach is not None:
 
+        @functools.wraps(attach)
+        def attach_to_others(group: object, *args: Any, **kwargs: Any) -> None:
+            if not isinstance(group, kind):
+                attach(group, *args, **kwargs)
 
-@functools.cache
-def _backend_class() -> Callable[[int, int, str], Any]:
-    """Return a class of backends that only have a rank, a size and a name. Older versions of PyTorch allow no such class."""
-    base: Any = torch._C._distributed_c10d.Backend
-
-    class NamedBackend(base):  # type: ignore[misc]
-        def __init__(self, rank: int, size: int, name: str) -> None:
-            super().__init__(rank, size)
-            self._name = name
-
-        def getBackendName(self) -> str:
-            return self._name
-
-    return NamedBackend
+        dist.distributed_c10d._maybe_attach_flight_recorder = attach_to_others  # type: ignore[attr-defined]
 
 
 def name_of(method: str) -> str:

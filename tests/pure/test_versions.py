@@ -127,3 +127,13 @@ def test_a_setting_that_only_later_versions_know_is_none() -> None:
     made = SimpleNamespace(role="worker")
     assert versions.field(made, "role") == "worker"
     assert versions.field(made, "virtual_local_rank") is None
+
+
+def test_no_flight_recorder_is_attached_to_a_group_written_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    attached: list[tuple[object, ...]] = []
+    c10d = versions.dist.distributed_c10d
+    monkeypatch.setattr(c10d, "_maybe_attach_flight_recorder", lambda *told: attached.append(told), raising=False)
+    versions.attach_no_flight_recorder(PythonGroup)
+    for group in (PythonGroup(0, 1, "made up"), "a group of PyTorch's"):
+        c10d._maybe_attach_flight_recorder(group, "shm", [0])
+    assert attached == [("a group of PyTorch's", "shm", [0])]
