@@ -31,6 +31,7 @@ from guozhuang.checkpoint.state import Flat
 from guozhuang.errors import CheckpointError, MismatchError, explain
 from guozhuang.groups.serial import SerialThread, SerialWork
 from guozhuang.net.client import look_s
+from guozhuang.units import listed
 from guozhuang.units import size as shown_size
 
 # The longest wait of one rank for the files of another one: a disk of 1 MB/s takes so long for 1.8 GB.
@@ -349,8 +350,7 @@ def _difference(differ: list[tuple[int, list[str]]]) -> str:
     lines = []
     for rank, keys in differ:
         names = [key.removeprefix("shared/trained/") for key in keys]
-        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-        lines.append(f"rank {rank}: {', '.join(names[:_MAX_NAMED])}{more}")
+        lines.append(f"rank {rank}: {listed(names, _MAX_NAMED)}")
     what = "replicas that must be equal on all ranks differ from rank 0's, so no checkpoint was saved: " + "; ".join(
         lines
     )
