@@ -9,7 +9,6 @@ Source: Rajbhandari et al., arXiv:1910.02054; Zhao et al., PyTorch FSDP, VLDB 20
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -29,8 +28,6 @@ from ..weights.equal_start import start_equal
 from .elementwise import WHY_NOT
 from .prepared import EqualBuffers
 from .state import is_elementwise
-
-_log = logging.getLogger("guozhuang")
 
 # These optimizers keep parameters, or their shapes, in attributes, so parameters cannot be replaced by DTensors.
 _CANNOT_FOLLOW = ("LBFGS", "SparseAdam", "Adafactor")
@@ -66,12 +63,6 @@ def shard_fully(
     if group is None:
         raise UsageError(explain("there is no process group", fix="call gz.init() first, on every rank"))
     who = type(optimizer).__name__
-    if dist.get_rank(group) == 0:
-        _log.warning(
-            "model.state_dict() and optimizer.state_dict() hold this rank's part alone from now on (DTensors): save whole ones "
-            "with gz.save(folder), or torch.distributed.checkpoint.state_dict.get_model_state_dict(..., "
-            "StateDictOptions(full_state_dict=True))"
-        )
     if who in _CANNOT_FOLLOW:
         what = f"{who} cannot step divided weights: {WHY_NOT[who]}"
         raise UsageError(explain(what, fix="train with the strategy ddp"))

@@ -20,7 +20,7 @@ from guozhuang.groups.agreement import agree
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.registry import registry
 from guozhuang.sharding.prepared import EqualBuffers
-from guozhuang.strategies.prepared import StandsForModule, warn_of_hidden
+from guozhuang.strategies.prepared import StandsForModule, warn_of_differences
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
 from guozhuang.strategies.ways import PreparedPair, Setup, wraps_in_ddp
 from guozhuang.timeline import Timeline
@@ -83,7 +83,7 @@ def prepare(
     """
     prepared = prepare_unseen(model, optimizer, strategy, num_replicas=num_replicas, ddp_options=ddp_options)
     if (world := current()) is not None and world.rank == 0:
-        warn_of_hidden(prepared[0])
+        warn_of_differences(prepared[0])
     return prepared
 
 
@@ -95,7 +95,7 @@ def prepare_unseen(
     num_replicas: int | None = None,
     ddp_options: Mapping[str, Any] | None = None,
 ) -> PreparedPair:
-    """Do what :func:`prepare` does for a trainer whose scripts see their own module alone, of which nothing can be hidden."""
+    """Do what :func:`prepare` does, for a trainer whose scripts see their own module alone and whose checkpoints are whole."""
     world = current()
     if world is None:
         world = init()

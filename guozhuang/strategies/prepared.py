@@ -207,8 +207,14 @@ class PreparedDataParallel(StandsForModule, DataParallel[nn.Module]):
     """This project's DataParallel, standing for its module."""
 
 
-def warn_of_hidden(model: nn.Module) -> None:
-    """Log a warning if public attributes of the module are hidden by other ones of the wrapper around it."""
+def warn_of_differences(model: nn.Module) -> None:
+    """Log a warning if the module's states are divided, or its public attributes are hidden by those of the wrapper."""
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        _log.warning(
+            "model.state_dict() and optimizer.state_dict() hold this rank's part alone from now on (DTensors): save whole ones "
+            "with gz.save(folder), or torch.distributed.checkpoint.state_dict.get_model_state_dict(..., "
+            "StateDictOptions(full_state_dict=True))"
+        )
     if not isinstance(model, StandsForModule):
         return
     theirs = _public(model.module, nn.Module)
