@@ -41,9 +41,10 @@ from guozhuang.world.machine import usable_cores
 if TYPE_CHECKING:
     from rich.console import Console
 
-_FEW_RUNS, _FEW_STEPS = 3, 150  # a comparison of fewer is begun without a trial
+_FEW_RUNS, _FEW_STEPS = 6, 150  # a comparison of fewer is begun without a trial
 _LONG_S, _SHORT_STEPS = 600.0, 20  # a comparison that takes longer is told how long one of few steps takes
 _TRIAL_STEPS = 2  # measured steps of the trial, after as many of warm-up
+_LEAST_LIMIT_S = 60.0  # the least that is waited for a trial of ranks
 _SINGLE = Contender("single", "single")
 
 
@@ -201,16 +202,21 @@ def _foresee(
 def _try(plan: ComparisonPlan, forecast: Forecast, runs: Runs) -> str:
     """Make a few steps in one process and on the ranks, whichever will train, for the forecast; return a remark on them."""
     of_ranks = [one for one in plan.contenders if not one.entry.one_process]
-    took = []
+    took, limit_s = list[str](), plan.timeout_s
     for one in ([_SINGLE] if len(of_ranks) < len(plan.contenders) else []) + of_ranks[:1]:
-        spec = replace(_spec(plan, one, "trial"), num_steps=_TRIAL_STEPS, num_warmup_steps=_TRIAL_STEPS)
+        spec = _spec(plan, one, "trial")
+        spec = replace(spec, num_steps=_TRIAL_STEPS, num_warmup_steps=_TRIAL_STEPS, timeout_s=limit_s)
         began = time.monotonic() - runs.opening_s
         outcome = runs.execute(spec, Path(spec.folder) / "log", lambda step: None)
         if isinstance(outcome, RunFailure):
             return f"; a trial of {one.name} failed: {short(outcome.cause)}".removesuffix(".")
         step_s = summarize_round(1, outcome).phases.step_s
         trial = PlannedRun(one.name, "trial", False, 2 * _TRIAL_STEPS, one.entry.one_process)
-        forecast.note(trial, time.monotonic() - runs.opening_s - began, step_s)
+        duration_s = time.monotonic() - runs.opening_s - began
+        forecast.note(trial, duration_s, step_s)
+        limit_s = min(
+            limit_s, _LEAST_LIMIT_S + 10 * duration_s
+        )  # where ranks hang, only their own run waits to the end
         took.append(f"{units.duration(step_s)} under {one.name}")
     return f"; a step took {' and '.join(took)} in a trial"
 
