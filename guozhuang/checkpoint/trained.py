@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from guozhuang.checkpoint.tree import copied
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import Trained
-from guozhuang.sharding.whole import is_divided, is_dtensor
+from guozhuang.sharding.whole import full, full_weights, is_divided, is_dtensor
 from guozhuang.units import listed
 
 _MAX_NAMED = 5
@@ -52,7 +52,7 @@ def capture(trained: Trained, is_first: bool) -> tuple[dict[str, Any], dict[str,
     shared["frozen"] = [name for name, p in module.named_parameters() if not p.requires_grad]
     own: dict[str, Any] = {"buffers": dict(module.named_buffers()), "extra": _extra_states(module)}
     left_alone: frozenset[str] = getattr(model, "ignored", frozenset())
-    parameters = {name: _whole(p) for name, p in module.named_parameters()}
+    parameters = full_weights(module)
     state = _optimizer_state(module, optimizer)
     own["exchange"] = _exchange_state(model, optimizer)
     if trained.strategy == "none":
@@ -183,10 +183,6 @@ def _drop_gathered(module: nn.Module) -> None:
             part.reshard()  # type: ignore[operator]
 
 
-def _whole(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()  # type: ignore[no-any-return]
-
-
 @torch.no_grad()
 def _set_parameters(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     for name, parameter in module.named_parameters():
@@ -248,7 +244,7 @@ def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     names = _names(module, optimizer)
     name_of = dict(zip((i for g in saved["param_groups"] for i in g["params"]), _all(names), strict=True))
     state = {
-        name_of.get(key, key): {k: _whole(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+        name_of.get(key, key): {k: full(v) if isinstance(v, Tensor) else v for k, v in values.items()}
         if isinstance(values, Mapping)
         else values
         for key, values in saved["state"].items()

@@ -20,12 +20,17 @@ def is_divided(model: nn.Module) -> bool:
     return any(is_dtensor(p) for p in model.parameters())
 
 
+def full(tensor: Any) -> Tensor:
+    """Return a tensor without its graph; a DTensor is gathered, so that every rank must call it for one."""
+    return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()  # type: ignore[no-any-return]
+
+
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return whole parameters by name, detached; DTensors are gathered. Every rank must call it if there are DTensors.
 
     Other parameters are returned without a copy.
     """
-    return {name: _full(p) for name, p in model.named_parameters()}
+    return {name: full(p) for name, p in model.named_parameters()}
 
 
 def load_whole(into: nn.Module, weights: dict[str, Tensor], model: nn.Module) -> nn.Module:
@@ -37,10 +42,3 @@ def load_whole(into: nn.Module, weights: dict[str, Tensor], model: nn.Module) ->
         for name, buffer in into.named_buffers():
             buffer.copy_(buffers[name])
     return into.train(model.training)
-
-
-def _full(parameter: Tensor) -> Tensor:
-    whole: Any = parameter
-    if is_dtensor(parameter):
-        whole = whole.full_tensor()
-    return whole.detach()  # type: ignore[no-any-return]
