@@ -40,10 +40,6 @@ from .weight_lane import NotFinite, naming_peers, others
 from .weights import WeightExchange
 
 
-def _unfilled(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(num_elements, dtype=dtype, device=device)
-
-
 class _FlatPart:
     """The weights of a fragment that share a device and a dtype, as flat tensors.
 
@@ -62,7 +58,7 @@ class _FlatPart:
         self._pieces, self._dtype = pieces, first.dtype
         like = torch.empty((), dtype=wide(first.dtype), device=first.device)
         names, shapes = [p.name for p in pieces], [like.expand(p.weights.shape) for p in pieces]
-        self.bucket = Bucket(index, False, names, shapes, allocate=_unfilled)
+        self.bucket = Bucket(index, False, names, shapes)
         self.weights = FlatWeights([(p.name, p.weights) for p in pieces], like.dtype)
         [self.globals] = self.weights.copy()
         self.momentum = torch.zeros_like(self.globals) if with_momentum else None
@@ -71,8 +67,7 @@ class _FlatPart:
     def release(self) -> None:
         """Release the bucket's memory."""
         self.own = None
-        self.bucket.views = []
-        self.bucket.flat = self.bucket.flat.new_empty(0)
+        self.bucket.free()
 
     def start(self) -> Tensor:
         """Return the weights from which inner steps start: the global weights, rounded to the dtype of this rank's weights."""
@@ -248,7 +243,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
     def _send(self, state: DiLoCoState, fragment: _Fragment, step: int) -> None:
         fragment.sent_step = step
         for part in fragment.parts:
-            part.bucket.renew()
+            part.bucket.hold()
             difference = part.bucket.flat
             part.weights.subtract_from([part.start()], out=[difference])
             part.not_finite.look(part.weights, [difference], step)
