@@ -20,10 +20,10 @@ ENGINE := setup.py $(wildcard guozhuang/groups/shared_memory/*.[ch] guozhuang/ex
 demo: $(VENV)/.installed-text
 	$(BIN)/guozhuang compare --batch-size 16 --steps 40 --strategies single,ddp,torch-ddp,sharded,none
 
-# Tests run side by side on three workers, for they mostly wait (tests/conftest.py). Types are checked meanwhile, and reported
+# Tests run side by side on four workers, for they mostly wait (tests/conftest.py). Types are checked meanwhile, and reported
 # after them. Either failing fails.
 PYTEST = $(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(1); tests=$$?; \
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(1); tests=$$?; \
 	wait $$types || tests=1; echo "mypy: $$(cat $(VENV)/types.log)"; exit $$tests
 
 test: style
@@ -42,7 +42,7 @@ TORCH_TESTS := tests/pure/test_versions.py tests/threads/test_roll_call.py $(add
 
 test-torch: $(TORCH_VENV)/.installed
 	$(TORCH_VENV)/bin/python -c "import torch; print('PyTorch', torch.__version__)"
-	$(TORCH_VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow or versions" $(TORCH_TESTS)
+	$(TORCH_VENV)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not slow or versions" $(TORCH_TESTS)
 
 # Versions of PyTorch differ in the setuptools that they take.
 $(TORCH_VENV)/.installed: pyproject.toml constraints.txt $(ENGINE)

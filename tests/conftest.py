@@ -163,8 +163,8 @@ def nothing_left_behind() -> Iterator[None]:
     assert not left, "the test left behind " + "; ".join(left)
 
 
-# ---- side by side: `pytest -n 3 --dist loadfile`, by pytest-xdist. Without it nothing here has an effect.
-# [Note: side by side] Tests mostly wait, so three workers share two cores. The tests of a file go to one worker, because cases
+# ---- side by side: `pytest -n 4 --dist loadfile`, by pytest-xdist. Without it nothing here has an effect.
+# [Note: side by side] Tests mostly wait, so four workers share two cores. The tests of a file go to one worker, because cases
 # share ranks; those of a file marked `waits` are dealt out one by one. A test marked `alone` measures time or memory of the
 # machine: it waits until the tests of the other workers have ended, and none begins before it has. Two locks do that: who runs
 # holds the second one, shared or alone, and takes it under the first, so that nobody overtakes who waits to be alone.
