@@ -289,6 +289,8 @@ class FixedRendezvous:
         """Ask the ranks of all nodes to save a checkpoint and to end; return False if they cannot: they do not train now, or
         another node aborted the run or is lost.
         """
+        if self._shared is not None:
+            self._shared.hurry()  # this agent ends, also where the store does not answer
         with contextlib.suppress(WorldError, RuntimeError):
             return (store := self._of_ranks) is not None and not self.must_restart() and ask_to_end(store)
         return False
