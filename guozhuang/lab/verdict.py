@@ -135,7 +135,7 @@ def _headline(chosen: StrategyRow, tied: Sequence[StrategyRow], candidates: Sequ
     if reached:
         return (
             f"Take {chosen.name}: its median is the highest of those that train this workload on this machine{inexact}; but "
-            f"{units.listed(reached)} reached its slowest round, so that it is ahead is not certain."
+            f"{units.listed(reached)} reached its slowest round, so that it is ahead is not certain: more --rounds tell."
         )
     return f"Take {chosen.name}: it is the fastest strategy that trains this workload on this machine{inexact}."
 
@@ -267,13 +267,6 @@ def _cautions(results: Results, chosen: StrategyRow | None, candidates: Sequence
                 "training diverged, and its results mean nothing."
             )
     found += _far(results)
-    if chosen is not None:
-        ahead = _reached(chosen, candidates)
-        if ahead and len(chosen.rounds) > 1:
-            found.append(
-                f"The rounds spread so far that one of {units.listed(ahead)} was as fast as one of {chosen.name}: "
-                "more --rounds tell."
-            )
     restless = {row.name: row.fastest / row.slowest for row in results.rows if row.ok}
     restless = {name: ratio for name, ratio in restless.items() if ratio > RESTLESS}
     if restless:
