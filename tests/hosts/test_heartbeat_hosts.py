@@ -53,3 +53,37 @@ def test_a_cut_cable_is_named_on_both_sides_and_ends_both(tmp_path: Path) -> Non
         assert "or this node cut off" in texts[rank]
         assert f"(--hang-timeout {HANG_S:g}), and ends itself with exit code {EXIT_CODE}" in texts[rank]
         assert "in all_reduce" in texts[rank]
+
+
+TRAINS = """
+import torch, torch.distributed as dist, guozhuang as gz
+gz.init("gloo", timeout_s=12)
+print("in", flush=True)
+while True:
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.slow
+def test_without_a_hang_timeout_the_time_out_of_gloo_is_one_sentence() -> None:
+    with Hosts(2) as hosts:
+        processes = []
+        for rank in range(2):
+            own = {
+                "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500",
+                "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            processes.append(hosts.start(rank, [sys.executable, "-c", TRAINS], environment(**own)))
+        for process in processes:
+            assert process.stdout is not None
+            while (line := process.stdout.readline()) != "in\n":
+                assert line, "a rank ended before it was ready"
+        time.sleep(1.5)  # both have heard of each other
+        hosts.cut(1)
+        start = time.monotonic()
+        texts = [process.communicate(timeout=60)[0] for process in processes]
+        assert time.monotonic() - start < 12 + 15
+    for rank, text in enumerate(texts):
+        said = rf"WorldError: \[rank {rank}\] all_reduce .*failed: Timed out waiting 12000ms"
+        assert re.search(rf"{said} for .*; rank {1 - rank} is lost\. Fix: look whether that node is up", text), text
+        assert "frame #" not in text and "gloo/transport" not in text[text.index("Traceback") :]
