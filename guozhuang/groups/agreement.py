@@ -7,6 +7,7 @@ and when the limit passes the error names the ranks that are missing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +17,11 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from ..errors import MismatchError, explain, rank_table
+from ..net.client import attempt
 from ..net.store import next_part
 from . import roll_call
+
+STORE_S = 1.5  # the limit of one request to the store when a step has failed: the store's host may be what was lost
 
 
 def agree(
@@ -84,6 +88,10 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
+def _limited(function: Callable[..., Any], *arguments: Any) -> Any:
+    return attempt(STORE_S, functools.partial(function, *arguments))
+
+
 class StoreNotices:
     """Notices (short texts) that ranks write to a store for each other when a step has failed.
 
@@ -138,13 +146,15 @@ class StoreNotices:
 class StepNotices(StoreNotices):
     """The notices that the ranks of a group leave for each other about failed steps; see ``StoreNotices``.
 
+    A store that does not answer, as behind a cut cable, is given up after ``STORE_S`` seconds.
+
     Args:
         group: the ranks.
         topic: a name for the subject of the notices. Every rank must construct the notices of a topic in the same order.
     """
 
     def __init__(self, group: dist.ProcessGroup, topic: str) -> None:
-        super().__init__(next_part(store_of(group), topic, group.rank()), group.rank(), group.size())
+        super().__init__(next_part(store_of(group), topic, group.rank()), group.rank(), group.size(), _limited)
 
 
 def _difference(what: str, texts: Sequence[list[str]], rank: int, fix: str) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from guozhuang.errors import MismatchError, explain, rank_table
+from guozhuang.errors import MismatchError, WorldError, explain, rank_table
 from guozhuang.units import merged, ranks_text
 from guozhuang.watch.judge import Beat, Judge
 from guozhuang.watch.stacks import OWN_THREADS, place_of_error
@@ -63,19 +63,21 @@ def is_mismatch(troubled: Mapping[int, str]) -> bool:
 
 
 def sentence(error: BaseException, rank: int, lost: Sequence[int]) -> str:
-    """Return one sentence for an error of gloo, whose own text begins with a place in C++ and names no rank.
+    """Return one sentence for an error of gloo, or one that quotes it: gloo tells a place in C++, and names no rank.
 
     Args:
         error: the error, as gloo raised it.
         rank: this rank.
         lost: the ranks that are known to be lost.
     """
-    why = re.sub(r"^\[\S*\] ", "", str(error).strip().partition("\n")[0])
-    what = f"{place_of_error(error).text or 'a collective'} failed: {why}"
+    why = re.sub(r"\[\S*/gloo/\S*\] ", "", str(error).strip())
+    known = f"{ranks_text(lost)} {'is' if len(lost) == 1 else 'are'} lost" if lost else ""
+    if isinstance(error, WorldError):  # it says what to do already
+        return f"{why} ({known})" if known else why
+    what = f"{place_of_error(error).text or 'a collective'} failed: {why}".partition("\n")[0]
     if not lost:
         return explain(what, rank=rank, fix="look for the first error in the output of all ranks")
-    what += f"; {ranks_text(lost)} {'is' if len(lost) == 1 else 'are'} lost"
-    return explain(what, rank=rank, fix="look whether that node is up, and at the network to it")
+    return explain(f"{what}; {known}", rank=rank, fix="look whether that node is up, and at the network to it")
 
 
 def _first(lines: Sequence[str]) -> list[str]:

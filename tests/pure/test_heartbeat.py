@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from guozhuang.errors import UsageError
+from guozhuang.errors import UsageError, WorldError
 from guozhuang.units import merged, ranks_text
 from guozhuang.watch import heartbeat
 from guozhuang.watch.heartbeat import Heartbeat
 from guozhuang.watch.judge import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
-from guozhuang.watch.report import hang, held_up_by, last_line, losses, table, trouble
+from guozhuang.watch.report import hang, held_up_by, last_line, losses, sentence, table, trouble
 from guozhuang.watch.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, stacks_text
 from guozhuang.watch.watcher import Watcher, WatcherStatus, look_at_neighbours
 from guozhuang.world import session
@@ -409,6 +409,12 @@ def test_an_uncaught_error_of_gloo_is_a_sentence_that_names_who_is_lost(monkeypa
         told, other = shown[-2:]
         assert told.startswith("WorldError: [rank 0] a collective failed: Connection reset by peer") and rest in told
         assert other == "ValueError: boom"
+    ours = WorldError(
+        "[rank 0] the exchange of bucket 0 failed: [/a/gloo/transport/tcp/pair.cc:5] Read error. Fix: look"
+    )
+    assert sentence(ours, 0, [1, 2]) == (
+        "[rank 0] the exchange of bucket 0 failed: Read error. Fix: look (ranks 1-2 are lost)"
+    )
     assert stopped == [uncaught, uncaught], "it waits for the report first"
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.run import config_from_args
 
 from guozhuang.errors import UsageError, WorldError
+from guozhuang.groups import agreement
 from guozhuang.launch.options import plan as options
 from guozhuang.launch.options.arguments import read
 from guozhuang.launch.rendezvous import endpoint
@@ -61,6 +62,32 @@ def test_what_does_not_end_is_given_up_and_what_does_is_handed_on() -> None:
     assert client.within(5, "it", lambda: 7) == 7
     with pytest.raises(KeyError):
         client.within(5, "it", lambda: {}["x"])
+
+
+def test_notices_of_a_failed_step_wait_for_no_store_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a cut cable a request to the store is answered after a quarter of an hour."""
+    never, asked = threading.Event(), []
+
+    class SilentStore:
+        def set(self, *_: str) -> None:
+            asked.append("set")
+            never.wait(60)
+
+        def add(self, *_: object) -> int:
+            asked.append("add")
+            never.wait(60)
+            return 0
+
+    monkeypatch.setattr(agreement, "STORE_S", 0.1)
+    monkeypatch.setattr(agreement, "store_of", lambda group: SilentStore())
+    monkeypatch.setattr(agreement, "next_part", lambda store, topic, rank: store)
+    notices, began = agreement.StepNotices(dist.ProcessGroup(0, 2), "a topic"), time.monotonic()
+    try:
+        notices.leave(7, "a parameter had no gradient")
+        assert notices.read(7, patience_s=60.0) == {} and asked == ["set", "add"]
+        assert time.monotonic() - began < 5
+    finally:
+        never.set()
 
 
 def test_notices_come_first_soon_and_then_seldom(

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import MismatchError, PeerLost, WorldError, explain, rank_table
-from guozhuang.groups.agreement import StoreNotices
+from guozhuang.groups.agreement import STORE_S, StoreNotices
 from guozhuang.groups.gloo import Crossing
 from guozhuang.groups.hierarchical.nodes import Nodes
 from guozhuang.groups.shared_memory.endpoint import different_calls
@@ -47,7 +47,6 @@ from guozhuang.watch.processes import GONE, STOPPED, Process, state_of
 
 _NUM_REMEMBERED: Final = 2  # calls that a rank remembers: it can be one call ahead of another rank, not two
 _PATIENCE_S: Final = 0.5  # how long to wait for notices: ranks on a dead rank's node need about 0.2 s to notice
-_STORE_S: Final = 1.5  # the limit of one request to the store, whose host may be the lost process
 _STORE_EVERY_S: Final = 1.0  # seconds between two reads of the ranks' notices during a wait for another node
 _FIX_LOST: Final = "look at that rank's own error, or in the system's log there if it was killed"
 _FIX_ERROR: Final = "look at that rank's own error"
@@ -163,7 +162,7 @@ class GroupFailure:
         self._store, self._nodes, self._processes = store, nodes, processes
         self._comparison, self._give_up = comparison, give_up
         self._mates = [rank for rank in nodes.here if rank != nodes.rank]
-        self._client = Client(_STORE_S, retries=True)
+        self._client = Client(STORE_S, retries=True)
         self._notices = StoreNotices(dist.PrefixStore("notice", store), nodes.rank, nodes.size, self._client.call)
         self._error: BaseException | None = None
         self._passed_on: _FailureNotice | None = None  # another rank's notice, if that made this rank fail
