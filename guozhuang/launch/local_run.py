@@ -32,7 +32,7 @@ from guozhuang.launch.signals import SignalledError
 from guozhuang.world import versions
 
 _GRACE_S = 2.0  # seconds between SIGTERM and SIGKILL for processes that ranks left behind, such as data-loader workers
-_SHUTDOWN_S = 30.0  # seconds between SIGTERM and SIGKILL for ranks, if this version of torch has no option for that
+_SHUTDOWN_S = 30.0  # seconds between SIGTERM and SIGKILL for ranks, if nothing else was asked for
 _HELD = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
 
@@ -51,7 +51,8 @@ class LocalRun(NodeRun):
         self._attempt: Attempt | None = None
         self._pids: dict[int, int] = {}
         self._error_files: dict[int, str] = {}
-        shutdown_s = versions.field(self._config, "shutdown_timeout")
+        asked_s = plan.elastic.shutdown_timeout
+        shutdown_s = versions.field(self._config, "shutdown_timeout") if asked_s is None else asked_s
         self._job = Job(
             self._config.max_restarts,
             _SHUTDOWN_S if shutdown_s is None else max(0.1, float(shutdown_s)),

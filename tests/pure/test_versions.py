@@ -16,6 +16,7 @@ from guozhuang.groups.base import PythonGroup
 from guozhuang.groups.hierarchical.process_group import HierarchicalGroup
 from guozhuang.groups.round_robin import RoundRobinGroup
 from guozhuang.groups.shared_memory import SharedMemoryGroup
+from guozhuang.launch.options import torchrun
 from guozhuang.world import versions
 from guozhuang.world.versions import OLDEST, RENAMED, require
 
@@ -137,3 +138,8 @@ def test_no_flight_recorder_is_attached_to_a_group_written_in_python(monkeypatch
     for group in (PythonGroup(0, 1, "made up"), "a group of PyTorch's"):
         c10d._maybe_attach_flight_recorder(group, "shm", [0])
     assert attached == [("a group of PyTorch's", "shm", [0])]
+
+
+def test_every_version_has_the_options_and_defaults_of_guozhuang_run() -> None:
+    found = torchrun.parser({}).parse_args(["--shutdown-timeout", "3", "train.py"])
+    assert (found.shutdown_timeout, found.master_port) == (3, None)

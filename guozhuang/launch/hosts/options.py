@@ -18,7 +18,6 @@ from guozhuang.launch.options.arguments import DEFAULT_START_TIMEOUT_S
 from guozhuang.launch.options.torchrun import RENDEZVOUS_DEFAULTS, signals_of
 from guozhuang.launch.request import NO_EXTENSION, Extension
 from guozhuang.launch.signals import ENDING
-from guozhuang.world import versions
 
 # Options that the launcher itself carries out, and options on the rendezvous, which -H excludes because it sets that up.
 _OF_THE_LAUNCHER = (
@@ -154,7 +153,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> HostsPlan:
         port=found.master_port or 0,
         timeline=found.timeline,
         max_restarts=0 if is_replaced else found.max_restarts,
-        shutdown_timeout_s=versions.field(found, "shutdown_timeout"),
+        shutdown_timeout_s=found.shutdown_timeout,
         signals=signals,
         options=of_agents,
         servers=place_servers(found.servers, [(host.name, host.slots) for host in spare], [name for name, _ in placed]),

@@ -40,13 +40,18 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
     try:
         made: argparse.ArgumentParser = make()
-        return made
     except ValueError as error:
         wrong = [
             f"{name}={value!r}" for name, value in environ.items() if name[:4] == "PET_" and repr(value) in str(error)
         ]
         what = f"an option that is on or off is neither in the environment: {', '.join(wrong) or error}"
         raise UsageError(explain(what, fix="set the variable to 1 or 0, or unset it")) from error
+    # Torch 2.11 has a number as the default port, by which two runs of one machine would collide; PET_MASTER_PORT gives a text.
+    if isinstance(made.get_default("master_port"), int):
+        made.set_defaults(master_port=RENDEZVOUS_DEFAULTS["master_port"])
+    if not any(action.dest == "shutdown_timeout" for action in made._actions):  # since torch 2.12
+        made.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, help="Seconds from SIGTERM to SIGKILL.")
+    return made
 
 
 def settle_nodes(found: argparse.Namespace) -> tuple[int, int]:
