@@ -5,6 +5,7 @@ To add a strategy, implement its parts elsewhere and add one entry here.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -371,7 +372,9 @@ def get(name: str) -> Strategy:
         UsageError: there is no strategy of that name; the text lists all names.
     """
     if name not in STRATEGIES:
-        raise UsageError(explain("there is no such strategy", value=name, fix=f"choose one of {', '.join(STRATEGIES)}"))
+        near = difflib.get_close_matches(name, STRATEGIES, 1)
+        fix = f"write {near[0]}, or choose" if near else "choose"
+        raise UsageError(explain("there is no such strategy", value=name, fix=f"{fix} one of {', '.join(STRATEGIES)}"))
     return STRATEGIES[name]
 
 

@@ -88,6 +88,7 @@ def test_options_of_a_workload_reach_it(tmp_path: Path) -> None:
         (("--strategies", "ddp@glue"), "'glue'"),
         (("--strategies", "single@gloo"), "runs in one process"),
         (("--strategies", "nosuch@gloo"), "no such strategy"),
+        (("--strategies", "single,shared"), "Fix: write sharded, or choose one of single, "),
         (("--backend", "glue"), "'glue'"),
         (("--groups", "0"), "--groups"),
         (("--groups", "2", "--strategies", "single,none"), "can use several groups"),
