@@ -323,7 +323,7 @@ def test_waiting_does_not_hold_the_interpreter() -> None:
         for _ in range(20):
             begin = time.monotonic()
             time.sleep(0.005)
-            assert time.monotonic() - begin < 1
+            assert time.monotonic() - begin < 4, "held for as long as the other rank waits"
         with pytest.raises(RuntimeError, match="under way"):
             meet(world.engines[0])
         assert meet(world.engines[1]) == OK and waiting.result() == OK
