@@ -112,7 +112,7 @@ class _State(_StandIn):
             not self.initialized
             and (_strategy() is not None or options.get("backend") == "shm")
             and "init_method" not in options
-            and prepared.variables_of_world()
+            and prepared.is_one_of_several()
         ):
             timeout = options.pop("timeout", None)
             limit = {} if timeout is None else {"timeout_s": timeout.total_seconds()}

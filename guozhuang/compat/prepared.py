@@ -29,8 +29,10 @@ def say_once(text: str) -> None:
     _said.add(text)
 
 
-def variables_of_world() -> bool:
-    """Return whether a launcher has told this process that it is one of several."""
+def is_one_of_several() -> bool:
+    """Return whether this process has a group with others, or was told by a launcher that it is to have one."""
+    if dist.is_initialized():
+        return dist.get_world_size() > 1
     text = os.environ.get("WORLD_SIZE", "1")
     return "RANK" in os.environ and text.isdigit() and int(text) > 1
 
