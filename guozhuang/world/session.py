@@ -344,14 +344,14 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     if size > 1:
         store = next_part(store, "adopted", rank)
     note = devices_seen(known, device)
-    cards = [RankCard("", note)]
+    # Every rank takes part: one that decided by its own environment could wait for others whose environment differs.
+    cards = roll_call(store, rank, size, timeout_s, note) if size > 1 else [RankCard("", note)]
     has_places = None not in (given.local_rank, given.local_size, given.node_rank, given.num_nodes)
-    if given.launcher == "alone" or size == 1:
-        identity = _complete(replace(given, local_rank=None, local_size=None), [""])
-    elif has_places and given.launcher not in BIND_DEVICES:
+    if size == 1:
+        given = replace(given, local_rank=None, local_size=None)
+    if size > 1 and has_places and given.launcher not in BIND_DEVICES:
         identity = given
     else:
-        cards = roll_call(store, rank, size, timeout_s, note)
         identity = _complete(given, [each.host for each in cards])
     _, chosen_device = choose_own(known, device, identity, [c.host for c in cards], [c.note for c in cards], os.environ)
     if chosen_device.type == "cuda":
