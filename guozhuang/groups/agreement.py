@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from ..errors import MismatchError, explain, rank_table
-from ..net.client import attempt
+from ..net.client import attempt, within
 from ..net.store import next_part
 from . import roll_call
 
@@ -50,17 +50,20 @@ def agree(
     if size == 1:
         return
     rank = group.rank()
-    store = store_of(group)
+    store, behind = store_of(group), f"the store in which the ranks compare {what}"
     # The store counts each rank's calls: the n-th calls of all ranks belong together, and use keys with this number.
-    turn = store.add(f"guozhuang/agree/turns/{rank}", 1)
+    turn = within(timeout_s, behind, lambda: store.add(f"guozhuang/agree/turns/{rank}", 1), rank=rank)
     prefix = f"guozhuang/agree/{turn}"
     digest = hashlib.sha256("\n".join([what, *lines]).encode()).hexdigest()
 
     def gather(kind: str, card: str) -> list[str]:
-        purpose = f"to compare {what}"
-        return roll_call.call(
-            store, f"{prefix}/{kind}", rank, size, card, timeout_s, look=lambda *_: look(), purpose=purpose
-        )
+        topic, purpose = f"{prefix}/{kind}", f"to compare {what}"
+
+        def call() -> list[str]:
+            return roll_call.call(store, topic, rank, size, card, timeout_s, look=lambda *_: look(), purpose=purpose)
+
+        # The call names the ranks that are late. The longer limit is for a store that does not answer, as behind a cut cable.
+        return within(timeout_s + STORE_S, behind, call, rank=rank)
 
     digests = gather("digest", digest)
     if turn > 2:

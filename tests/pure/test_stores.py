@@ -106,6 +106,34 @@ def test_notices_come_first_soon_and_then_seldom(
 # ---- coming to a store
 
 
+@pytest.mark.parametrize("silent", ["add", "set", "check"])
+def test_a_comparison_waits_for_no_store_that_is_silent(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever request the store leaves unanswered, the rank raises in time and says what it compared."""
+    never, store = threading.Event(), dist.HashStore()
+
+    def wait(*_: object) -> None:
+        never.wait(60)
+        raise RuntimeError("the store is gone")
+
+    class Cut:
+        def __getattr__(self, name: str) -> Any:
+            return wait if name == silent else getattr(store, name)
+
+    class Two:
+        size = staticmethod(lambda: 2)
+        rank = staticmethod(lambda: 0)
+
+    monkeypatch.setattr(agreement, "store_of", lambda group: Cut())
+    monkeypatch.setattr(agreement, "STORE_S", 0.1)
+    try:
+        with pytest.raises(
+            WorldError, match=r"\[rank 0\] the store in which the ranks compare the buffers has not answered"
+        ):
+            agreement.agree(Two(), "the buffers", ["one"], 0.1, "look")  # type: ignore[arg-type]
+    finally:
+        never.set()
+
+
 @pytest.mark.parametrize(
     ("host", "words"),
     [
