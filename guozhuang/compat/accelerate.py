@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from guozhuang.compat import prepared
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
+from guozhuang.launch.options import nodes
 from guozhuang.sharding import clip_grad_norm_
 from guozhuang.strategies import is_prepared
 from guozhuang.world import current, init, shutdown
@@ -76,13 +77,23 @@ def launched(theirs: Callable[..., Any], asked: Any) -> tuple[list[str], dict[st
     """Return the command and the environment by which ``accelerate launch`` starts a script, where it has no GPUs to count.
 
     Accelerate would start one process then, unless mpirun starts more, whatever ``--num_processes`` says. Where a strategy is
-    asked for, ``guozhuang run`` starts as many ranks.
+    asked for, ``guozhuang run`` starts as many ranks on CPUs, unless the process was started as one of several itself.
     """
     command, environment = theirs(asked)
-    if _strategy() and (asked.num_processes or 1) > 1 and asked.num_machines == 1 and not asked.mpirun_hostfile:
+    is_wanted = _strategy() and (asked.num_processes or 1) > 1 and asked.num_machines == 1
+    on_cpus = asked.cpu or asked.use_cpu or not torch.accelerator.is_available()
+    if is_wanted and on_cpus and not asked.mpirun_hostfile and not _is_one_of_several():
         run = [sys.executable, "-m", "guozhuang", "run", "-np", str(asked.num_processes), "--standalone", "--no-python"]
         command = [*run, *command]
     return command, environment
+
+
+def _is_one_of_several() -> bool:
+    """Return whether mpirun, srun, ``guozhuang run`` or another launcher started this process and others beside it."""
+    try:
+        return prepared.is_one_of_several() or nodes.of_this_agent(os.environ) is not None
+    except UsageError:  # several on this node
+        return True
 
 
 def __getattr__(name: str) -> Any:

@@ -195,9 +195,28 @@ def test_a_module_that_is_trained_again_with_a_new_optimizer_is_averaged_again(t
 
 
 REFUSED = """
+import os, torch
 from types import SimpleNamespace
+from unittest import mock
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from guozhuang.compat.accelerate import launched
+
+def words(environ={}, has_gpu=False, **more):
+    told = dict(cpu=False, use_cpu=False, num_processes=2, num_machines=1, mpirun_hostfile=None) | more
+    with mock.patch.dict(os.environ, environ), mock.patch.object(torch.accelerator, "is_available", lambda: has_gpu):
+        return launched(lambda asked: (["python"], {}), SimpleNamespace(**told))[0]
+
+def ranks_of(rank, size, local_size):
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return {f"OMPI_COMM_WORLD_{name}": str(n) for name, n in zip(names, (rank, size, rank % local_size, local_size))}
+
+assert "-np" in words() and "-np" in words(ranks_of(0, 1, 1)) and "-np" in words(has_gpu=True, cpu=True)
+assert "-np" in words({"RANK": "0", "WORLD_SIZE": "1"})
+alone = ["python"]
+assert words(ranks_of(1, 2, 2)) == words(ranks_of(1, 2, 1)) == alone, "mpirun started the others"
+assert words({"RANK": "1", "WORLD_SIZE": "2"}) == words({"PMI_RANK": "1", "PMI_SIZE": "2"}) == alone
+assert words(has_gpu=True) == words(mpirun_hostfile="hosts") == words(num_processes=1) == alone
 
 accelerator = Accelerator(cpu=True)
 try:
