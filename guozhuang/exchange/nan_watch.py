@@ -3,7 +3,7 @@
 [Note: a few elements of each gradient] A loss that is NaN makes nearly all gradients NaN, so a few elements of each parameter
 tell it; to look at all of them would cost a pass over memory in each step. NaN that is in one row only, and so is missed, is
 in all weights after the next optimizer step, and in all gradients of the step after it. On the CPU elements are read at once.
-On an accelerator to read them would mean to wait for it, so they are read a step later.
+On an accelerator to read them would mean to wait for it, so they are read a step later, those of all buckets at once.
 """
 
 from __future__ import annotations
@@ -82,11 +82,15 @@ class NanWatch:
             if bool(is_nan):
                 self._found(step, [name for name, gradient in gradients() if gradient.isnan().any()])
             return
-        before = [number for number, flag in self._pending if number < step and bool(flag)]
-        self._pending = [(number, flag) for number, flag in self._pending if number >= step]
+        before = [(number, flag) for number, flag in self._pending if number != step]
+        self._pending = [(number, flag) for number, flag in self._pending if number == step]
         self._pending.append((step, is_nan))
-        if before:
-            self._found(before[0], [])
+        # The flags of a step are read together, because each reading waits for the accelerator.
+        for device in {flag.device for _, flag in before}:
+            flags = [(number, flag) for number, flag in before if flag.device == device]
+            if bool(torch.stack([flag for _, flag in flags]).any()):
+                self._found(next(number for number, flag in flags if bool(flag)), [])
+                return
 
     def _places_in(self, bucket: Bucket) -> Tensor:
         known = self._places.get(bucket.index)

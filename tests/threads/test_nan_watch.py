@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +40,27 @@ def test_the_first_rank_says_so_once(defers: bool, in_buckets: bool, caplog: pyt
     [record] = caplog.records
     what = "some parameter" if defers else "'weight'"
     assert record.getMessage().startswith(f"[rank 1] step 3: the gradient of {what} is NaN here"), record.getMessage()
+
+
+def reads(rank: int, size: int) -> int:
+    """How often a watch reads flags in 4 steps of 20 units; then NaN is there in step 500, and another step comes."""
+    watch, parameters = NanWatch(dist.group.WORLD, defers=True), [torch.zeros(3, requires_grad=True) for _ in range(20)]
+    flags, read = list[torch.Tensor](), torch.Tensor.__bool__
+    with mock.patch.object(torch.Tensor, "__bool__", lambda flag: flags.append(flag) or read(flag)):
+        for step in (0, 1, 2, 3, 500, 0):
+            for parameter in parameters:
+                parameter.grad = torch.full((3,), math.nan if step == 500 else 0.0)
+                watch.look_at(["w"], [parameter], step)
+            if step == 3:
+                num_reads = len(flags)
+    return num_reads
+
+
+def test_flags_of_a_step_are_read_together_whichever_step_comes_next(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "guozhuang"):
+        assert run_threads(reads, 1) == [3]
+    [record] = caplog.records
+    assert "step 500: " in record.getMessage()
 
 
 def stops(rank: int, size: int) -> str:
