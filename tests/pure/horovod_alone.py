@@ -42,12 +42,12 @@ class MirrorChannel:
         names: of all that was submitted, in order.
         hurried: of what somebody asked for before it was waited for.
         last: what was submitted last under each name.
+        watches: for each watch of gradients the steps in which it looked.
         broken: names that fail.
         agrees: the other rank has the same parameters in the same order.
     """
 
     agrees = False
-    nan = SimpleNamespace(look_at=lambda names, parameters, step: None)
 
     def __init__(self, size: int) -> None:
         self.size, self.rank, self.ranks = size, 0, tuple(range(size))
@@ -55,8 +55,14 @@ class MirrorChannel:
         self.names: list[str] = []
         self.hurried: list[str] = []
         self.last: dict[str, Submission] = {}
+        self.watches: list[list[int]] = []
         self.under_way: set[str] = set()
         self.broken: set[str] = set()
+
+    def nan_watch(self) -> Any:
+        steps: list[int] = []
+        self.watches.append(steps)
+        return SimpleNamespace(look_at=lambda names, parameters, step: steps.append(step))
 
     def submit(self, submission: Submission) -> MirrorHandle:
         assert submission.name not in self.under_way, f"{submission.name} is under way"

@@ -252,3 +252,10 @@ def test_adasum_takes_compression_several_backwards_and_unused_parameters(channe
     loss_of(net, 0, False).backward()
     made.step()  # before the second backward
     assert len(channel.names) == 2 * len(NAMES)
+
+
+def test_each_optimizer_counts_the_steps_in_which_it_looks_for_nan(channel: MirrorChannel) -> None:
+    for num_steps in (2, 1):
+        net = net_of_three()
+        train(net, distributed(net), num_steps)
+    assert [sorted(set(steps)) for steps in channel.watches] == [[0, 1], [0]]

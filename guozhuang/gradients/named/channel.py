@@ -157,7 +157,7 @@ class NamedChannel:
         self._thread: threading.Thread | None = None
         if groups is None or rank is None:
             return
-        self.group, self.nan = groups.device, NanWatch(groups.device)
+        self.group = groups.device
         self._allocate = zeros_for(groups.cpu)
         self._rounds = Rounds(groups.exchange, rank, self.ranks, engine.settings.cache_capacity)
         self._executor = Executor(groups.device, groups.cpu, rank, self._allocate, groups.averages)
@@ -165,6 +165,11 @@ class NamedChannel:
         self._thread.start()
 
     # ---- These methods are for users of the channel.
+
+    def nan_watch(self) -> NanWatch:
+        """Return a new watch of gradients for one user of the channel, whose steps nobody else counts."""
+        assert self.group is not None, "this process is no member"
+        return NanWatch(self.group)
 
     def submit(self, submission: Submission) -> Handle:
         """Submit a collective and return its handle at once; it starts when all ranks of the channel have submitted it.

@@ -15,7 +15,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -24,6 +24,9 @@ from guozhuang.compat.horovod.common.process_sets import ProcessSet, member_of
 from guozhuang.errors import explain
 from guozhuang.gradients.named import NamedChannel, NegotiationError
 from guozhuang.gradients.passes import weakly
+
+if TYPE_CHECKING:
+    from guozhuang.exchange.nan_watch import NanWatch
 
 
 class HookedParameter:
@@ -105,6 +108,7 @@ class BackwardPasses(ABC):
         self._asleep: list[Tensor] = []  # parameters that did not require a gradient so far
         self._hooks: list[Any] = []
         self._channel: NamedChannel | None = None
+        self._nan: NanWatch | None = None
         self._num_steps = 0
         self._forms: list[Any] = []  # dtype, device, shape and strides of each parameter when its gradient was laid out
         self._lock = threading.RLock()  # a model on several devices has a backward thread per device
@@ -183,6 +187,8 @@ class BackwardPasses(ABC):
         channel = member_of(self.process_set).channel
         forms = [form_of(one) for one in self.hooked]
         if channel is not self._channel or forms != self._forms:
+            if channel is not self._channel:
+                self._nan = channel.nan_watch()
             for one in self.hooked:
                 one.by_rows &= channel is self._channel  # ranks of a new channel do not know which gradients are sparse
             self._channel, self._forms = channel, forms
@@ -246,9 +252,9 @@ class BackwardPasses(ABC):
         return []
 
     def _launch(self, unit: Unit) -> None:
-        assert self._channel is not None
+        assert self._nan is not None
         members = unit.members
-        self._channel.nan.look_at([one.name for one in members], [one.parameter for one in members], self._num_steps)
+        self._nan.look_at([one.name for one in members], [one.parameter for one in members], self._num_steps)
         try:
             self._send(unit)
         except NegotiationError as error:  # the engine has failed
