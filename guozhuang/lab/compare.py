@@ -32,7 +32,7 @@ from guozhuang.lab.results import (
     summarize_round,
     to_json,
 )
-from guozhuang.lab.runs import Runs, ended_by_signals
+from guozhuang.lab.runs import WHERE_TO_LOOK, Runs, ended_by_signals
 from guozhuang.lab.unfinished import FinishedRun, Unfinished, alone_in
 from guozhuang.lab.verdict import SETTLED, judge, settled, short
 from guozhuang.lab.worker import RunSpec
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 _FEW_RUNS, _FEW_STEPS = 6, 150  # a comparison of fewer is begun without a trial
 _LONG_S, _SHORT_STEPS = 600.0, 20  # a comparison that takes longer is told how long one of few steps takes
 _TRIAL_STEPS = 2  # measured steps of the trial, after as many of warm-up
+_FIRST_LIMIT_S = 300.0  # the most that is waited for the first trial
 _LEAST_LIMIT_S = 60.0  # the least that is waited for a trial of ranks
 _SINGLE = Contender("single", "single")
 
@@ -202,14 +203,15 @@ def _foresee(
 def _try(plan: ComparisonPlan, forecast: Forecast, runs: Runs) -> str:
     """Make a few steps in one process and on the ranks, whichever will train, for the forecast; return a remark on them."""
     of_ranks = [one for one in plan.contenders if not one.entry.one_process]
-    took, limit_s = list[str](), plan.timeout_s
+    took, limit_s = list[str](), min(plan.timeout_s, _FIRST_LIMIT_S)
     for one in ([_SINGLE] if len(of_ranks) < len(plan.contenders) else []) + of_ranks[:1]:
         spec = _spec(plan, one, "trial")
         spec = replace(spec, num_steps=_TRIAL_STEPS, num_warmup_steps=_TRIAL_STEPS, timeout_s=limit_s)
         began = time.monotonic() - runs.opening_s
         outcome = runs.execute(spec, Path(spec.folder) / "log", lambda step: None)
         if isinstance(outcome, RunFailure):
-            return f"; a trial of {one.name} failed: {short(outcome.cause)}".removesuffix(".")
+            cause = short(outcome.cause.removesuffix(WHERE_TO_LOOK))  # the trial's log is not kept
+            return f"; a trial of {one.name} failed: {cause}".removesuffix(".")
         step_s = summarize_round(1, outcome).phases.step_s
         trial = PlannedRun(one.name, "trial", False, 2 * _TRIAL_STEPS, one.entry.one_process)
         duration_s = time.monotonic() - runs.opening_s - began

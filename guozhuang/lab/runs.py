@@ -29,6 +29,7 @@ _GRACE_S = 5.0  # seconds between asking processes to end and killing them
 _LOOK_S = 0.5  # seconds between two looks at a run: long, because looking takes time from the measured processes
 _CAUSE_CHARACTERS = 1500
 _NO_MEMORY = f"; {OUT_OF_MEMORY}: a smaller model, batch or number of ranks needs less"
+WHERE_TO_LOOK = "; the log holds the stacks of every rank. Fix: find who waits, or raise --timeout"
 _RANK_LOGS = "ranks"  # name of the folder of the ranks' logs, inside the run's folder
 
 
@@ -145,8 +146,7 @@ def first_cause(folder: Path, log: Path, code: int | None, timeout_s: float) -> 
         first = min(failures, key=lambda one: one.time)
         return f"{first.who}: {first.text}"[:_CAUSE_CHARACTERS]
     if code is None:
-        fix = "find who waits, or raise --timeout"
-        return f"no end after {timeout_s:g} s; the log holds the stacks of every rank. Fix: {fix}"
+        return f"no end after {timeout_s:g} s{WHERE_TO_LOOK}"
     if code < 0:
         return f"a rank was ended by {how(code)}{_NO_MEMORY * (code == -signal.SIGKILL)}"
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -17,7 +17,7 @@ from guozhuang.errors import UsageError
 from guozhuang.lab import compare, options, plots
 from guozhuang.lab.progress import Forecast, PlannedRun, about, about_span
 from guozhuang.lab.results import RankRecord, Results, RunFailure, from_json
-from guozhuang.lab.runs import Runs
+from guozhuang.lab.runs import Runs, first_cause
 from guozhuang.lab.worker import RunSpec
 from tests.processes import tiny_workload
 from tests.pure.made_up import record
@@ -29,10 +29,12 @@ def _draw_nothing(results: Results) -> dict[str, plots.Picture]:
     return {name: plots.Picture(b"", "", "") for name in plots.NAMES}
 
 
-def _run(monkeypatch: pytest.MonkeyPatch, out: Path, play: Play, *arguments: str) -> tuple[int, Results]:
+def _run(
+    monkeypatch: pytest.MonkeyPatch, out: Path, play: Play, *arguments: str, trial: Play | None = None
+) -> tuple[int, Results]:
     def execute(_: Runs, spec: RunSpec, log: Path, tick: Callable[[int], None]) -> tuple[RankRecord, ...] | RunFailure:
         log.write_text(f"the log of {spec.strategy}")
-        return _well(spec) if spec.purpose == "trial" else play(spec)
+        return (trial or _well)(spec) if spec.purpose == "trial" else play(spec)
 
     monkeypatch.setattr(Runs, "execute", execute)
     monkeypatch.setattr(compare, "busy_share", lambda: 0.9)
@@ -299,6 +301,20 @@ def test_how_long_it_takes_is_said_before_and_meanwhile(
     _run(monkeypatch, tmp_path, _well, "--steps", "2000", "--device", "cpu")
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(r"about \d+ to \d+ min; a step took .* --steps 20 --rounds 2 would take about [1-4]\d s\.", said)
+
+
+def test_a_trial_that_hangs_does_not_hold_the_comparison_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits: list[float] = []
+
+    def hangs(spec: RunSpec) -> RunFailure:
+        limits.append(spec.timeout_s)
+        return RunFailure(first_cause(tmp_path, tmp_path / "log", None, spec.timeout_s), "", 0)
+
+    code, _ = _run(monkeypatch, tmp_path, _well, "--strategies", "ddp,none", "--rounds", "3", trial=hangs)
+    said = " ".join(capsys.readouterr().err.split())
+    assert code == 0 and limits == [300.0] and "; a trial of ddp failed: no end after 300 s. " in said, said
 
 
 def test_a_forecast_learns_from_runs() -> None:
