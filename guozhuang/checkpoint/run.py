@@ -42,7 +42,6 @@ class _Saving:
     """What this process has saved and restored.
 
     Attributes:
-        state: what is saved.
         savers: by their folders.
         schedule: when to save without being asked; None before :func:`begin`, or if it was not requested.
         folder: where the schedule saves.
@@ -55,7 +54,6 @@ class _Saving:
         watched: models whose forwards begin a step where no ``gz.loader`` does.
     """
 
-    state: TrainingState = field(default_factory=TrainingState)
     savers: dict[Path, Saver] = field(default_factory=dict)
     schedule: SaveTimes | None = None
     folder: Path | None = None
@@ -66,6 +64,11 @@ class _Saving:
     num_loops: int = 0
     lock: int | None = None
     watched: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+    @property
+    def state(self) -> TrainingState:
+        """What is saved."""
+        return TrainingState()
 
 
 _saving = _Saving()
@@ -317,6 +320,9 @@ def begin_session() -> None:
         atexit.unregister(_leave)
         atexit.register(_leave)  # for scripts that make the process group themselves
     _watch()
+
+
+TrainingState._begin_session = begin_session
 
 
 def _on_pause() -> None:

@@ -16,7 +16,7 @@ import json
 import logging
 import platform
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -91,13 +91,15 @@ class TrainingState(Stateful):
     There is one in a process: every call of the class returns it, until the world is left.
 
     Attributes:
-        step: the number of steps that were made; see [Note: between two steps] in registry.py.
+        step: the number of steps that were made since the state was first asked for, by its class or by a function such as
+            ``gz.keep``; after a resume those of the saved run count too. See [Note: between two steps] in registry.py.
         values: what ``gz.keep`` was given.
         epochs: for each loop of ``gz.epochs``, in the order of their beginnings, how many epochs are complete.
         is_in_epoch: whether the script is inside an epoch, which comes again after a resume; None: it counts epochs itself.
     """
 
     _only: ClassVar[TrainingState | None] = None
+    _begin_session: ClassVar[Callable[[], None]]  # that of run.py, which counts steps; it stands on this module
 
     step: int
     values: Values
@@ -110,7 +112,12 @@ class TrainingState(Stateful):
         if cls._only is None:
             cls._only = made = super().__new__(cls)
             made.step, made.values, made.epochs, made.is_in_epoch, made._later = 0, Values(), [], None, []
+            cls._begin_session()
         return cls._only
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a copy be the state of the process in which it is made, of which there is one."""
+        return TrainingState, ()
 
     @classmethod
     def forget(cls) -> None:

@@ -115,7 +115,7 @@ def prepare_unseen(
     found = chosen.prepare(model, optimizer, Setup(world, num_replicas, num_groups, ddp_options or {}))
     prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
     registry.add_trained(model, *prepared, chosen.name)
-    if requested_checkpoint() is not None:
+    if requested_checkpoint() is not None or registry.on_pause is not None:  # a session counts this model's steps too
         from guozhuang.checkpoint.run import begin_session  # imported only when needed
 
         begin_session()

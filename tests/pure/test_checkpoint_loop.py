@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Iterator
@@ -114,6 +115,25 @@ def test_the_state_for_torchs_checkpoints_is_that_of_the_run() -> None:
     gz.TrainingState().load_state_dict(saved)
     assert second.kept.best == 0.2 and gz.TrainingState().step == 5 and next(gz.epochs(3)) == 1
     assert all(torch.equal(a, b) for a, b in zip(expected, state(second), strict=True))
+
+
+def test_the_state_counts_steps_by_itself_and_is_the_only_one_until_the_world_is_left() -> None:
+    gz.init(device="cpu")
+    state, linear = gz.TrainingState(), nn.Linear(3, 1)
+    model, optimizer = gz.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.1), "single")
+    for _ in range(5):
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+    saved, values = state.state_dict(), state.values
+    assert copy.deepcopy({"training": state})["training"] is state and state.values is values
+    gz.shutdown()
+    gz.init(device="cpu")
+    model, optimizer = gz.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.1), "single")
+    again = gz.TrainingState()
+    assert again is not state and again.step == 0
+    again.load_state_dict(saved)
+    assert again.step == 5
+    gz.shutdown()
 
 
 def test_several_loops_of_epochs(tmp_path) -> None:
