@@ -23,8 +23,8 @@ _said: set[str] = set()
 
 def say_once(text: str) -> None:
     """Say something on rank 0, once in a process."""
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    if text not in _said and rank == 0:
+    is_first = dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK") in (None, "", "0")
+    if text not in _said and is_first:
         print(f"guozhuang: {text}", file=sys.stderr, flush=True)
     _said.add(text)
 

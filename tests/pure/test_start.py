@@ -14,6 +14,7 @@ import pytest
 
 import _guozhuang_start as start
 import guozhuang  # noqa: F401  a program that imports it is served
+from guozhuang.compat import prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,3 +103,14 @@ def test_torch_finds_it_by_an_entry_point() -> None:
     found = importlib.metadata.entry_points(group="torch.backends", name="guozhuang")
     assert [each.value for each in found] == ["_guozhuang_start:attach"], "install anew: pip install -e ."
     assert any(isinstance(finder, start._Lookout) for finder in sys.meta_path)
+
+
+@pytest.mark.parametrize(("rank", "is_said"), [(None, True), ("", True), ("0", True), ("1", False), ("?", False)])
+def test_what_is_said_before_there_is_a_group_never_ends_the_script(
+    rank: str | None, is_said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    prepared.say_once(f"RANK was {rank!r}")
+    assert bool(capsys.readouterr().err) == is_said
