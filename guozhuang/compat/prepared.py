@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import registry
+from guozhuang.sharding import is_dtensor
 from guozhuang.strategies import MARK, PreparedAlready, device_ids, prepare, prepare_unseen
 
 _said: set[str] = set()
@@ -206,11 +207,7 @@ def load_own_state(saved: list[dict[str, Any]] | None, models: Sequence[nn.Modul
 
 
 def _is_divided(each: nn.Module | Optimizer) -> bool:
-    return any(_is_dtensor(parameter) for parameter in _parameters(each))
-
-
-def _is_dtensor(value: object) -> bool:
-    return isinstance(value, Tensor) and hasattr(value, "full_tensor")
+    return any(is_dtensor(parameter) for parameter in _parameters(each))
 
 
 def _parameters(each: nn.Module | Optimizer) -> Iterator[Any]:
@@ -226,12 +223,12 @@ def _whole(value: Any) -> Any:
         return {key: _whole(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_whole(each) for each in value]
-    return value.full_tensor().to("cpu", copy=True) if _is_dtensor(value) else value
+    return value.full_tensor().to("cpu", copy=True) if is_dtensor(value) else value
 
 
 def _like(own: Any, value: Any) -> Any:
     """Return a whole tensor divided as ``own`` is, if that is a DTensor of the same shape; else the value itself."""
-    if not (_is_dtensor(own) and isinstance(value, Tensor) and own.shape == value.shape) or _is_dtensor(value):
+    if not (is_dtensor(own) and isinstance(value, Tensor) and own.shape == value.shape) or is_dtensor(value):
         return value
     from torch.distributed.tensor import distribute_tensor
 

@@ -6,5 +6,6 @@ Method: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 from .clip import clip_grad_norm_
 from .optimizer import ShardedOptimizer
 from .prepared import shard
+from .whole import is_dtensor
 
-__all__ = ["ShardedOptimizer", "clip_grad_norm_", "shard"]
+__all__ = ["ShardedOptimizer", "clip_grad_norm_", "is_dtensor", "shard"]

@@ -33,6 +33,7 @@ from typing_extensions import override
 from ..data_parallel import DataParallel
 from ..distributed import DistributedDataParallel
 from ..errors import UsageError, explain
+from ..sharding.whole import is_divided
 
 _log = logging.getLogger("guozhuang")
 _WRAPPERS = (nn.parallel.DistributedDataParallel, DataParallel, nn.DataParallel)
@@ -209,7 +210,7 @@ class PreparedDataParallel(StandsForModule, DataParallel[nn.Module]):
 
 def warn_of_differences(model: nn.Module) -> None:
     """Log a warning if the module's states are divided, or its public attributes are hidden by those of the wrapper."""
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+    if is_divided(model):
         _log.warning(
             "model.state_dict() and optimizer.state_dict() hold this rank's part alone from now on (DTensors): save whole ones "
             "with gz.save(folder), or torch.distributed.checkpoint.state_dict.get_model_state_dict(..., "
