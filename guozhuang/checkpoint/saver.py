@@ -275,10 +275,14 @@ class Saver:
     def _save_mine(self, save: _Save, snapshot: Snapshot) -> None:
         """Another rank: compare the replicas with rank 0's, and write what is this rank's own."""
         board, step = self.board, snapshot.step
-        digests = _digests(snapshot)
-        theirs = board.read(f"{step}/hashes", LIMIT_S, "rank 0")
         told: dict[str, Any] = {"failure": "", "differ": [], "files": {}}
-        if not theirs["failure"]:
+        digests: dict[str, str] = {}
+        try:
+            digests = _digests(snapshot)  # while rank 0 hashes its own
+        except Exception as error:
+            told["failure"] = _why(error)
+        theirs = board.read(f"{step}/hashes", LIMIT_S, "rank 0")
+        if not theirs["failure"] and not told["failure"]:
             try:
                 known = theirs["digests"]
                 told["differ"] = [key for key in snapshot.shared.tensors if digests[key] != known.get(key)]

@@ -79,8 +79,9 @@ def check(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any]) -
     Raises:
         UsageError: names, shapes or dtypes differ; the text names them.
     """
-    free = {*shared["left_out"], *_left_out(trained.module), *_shapeless(trained.module)}
     saved = {**shared.get("parameters", {}), **own.get("parameters", {})}
+    get_shapes = {name for name in _shapeless(trained.module) if name in saved or name in own["buffers"]}
+    free = {*shared["left_out"], *_left_out(trained.module), *get_shapes}
     for what, mine, theirs in (
         ("parameters", trained.module.named_parameters(), saved),
         ("buffers", trained.module.named_buffers(), own["buffers"]),
@@ -218,7 +219,10 @@ def _divided_like(parameter: Any, value: Tensor) -> Tensor:
 
 def _compare(what: str, mine: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     def kind(tensor: Tensor | None) -> str:
-        return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+        if tensor is None:
+            return "nothing"
+        shape = "of no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
+        return f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
 
     differ = [
         f"{name} ({kind(mine.get(name))} here, {kind(saved.get(name))} saved)"

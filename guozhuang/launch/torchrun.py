@@ -26,6 +26,7 @@ from guozhuang.launch.rank_files import RankFiles
 from guozhuang.launch.rendezvous.endpoint import open_for_torch
 from guozhuang.launch.request import RunReport
 from guozhuang.launch.signals import SignalledError
+from guozhuang.world import versions
 
 # Settings of the c10d rendezvous with which the other nodes notice a lost node and restart within ten seconds instead of 45.
 _FASTER = {"keep_alive_interval": 1, "keep_alive_max_attempt": 5, "last_call_timeout": 2}
@@ -49,11 +50,15 @@ class TorchElasticRun(NodeRun):
         """Run torch elastic's agent to its end; return how the run ended.
 
         Raises:
-            UsageError: the rendezvous backend or an address cannot be used.
+            UsageError: the rendezvous backend, an address or an option cannot be used.
             WorldError: the rendezvous of the nodes failed.
             SignalledError: the agent got a signal that ends the run; its ranks have ended.
         """
         config, kept = self._config, contextlib.ExitStack()
+        asked_s = self._plan.elastic.shutdown_timeout
+        if asked_s is not None and versions.field(config, "shutdown_timeout") is None:
+            what = "torch elastic's agent knows no --shutdown-timeout in this version of PyTorch"
+            raise UsageError(explain(what, value=asked_s, fix="leave it out, or --rdzv-backend"))
         with self._signals, kept:  # our signal handlers serve until torch elastic installs its own
             if not self._has_torchruns_logs:
                 config.logs_specs = RankFiles(self._folder, self._output, self._shown(may_inherit=False))

@@ -80,6 +80,16 @@ def sentence(error: BaseException, rank: int, lost: Sequence[int]) -> str:
     return explain(f"{what}; {known}", rank=rank, fix="look whether that node is up, and at the network to it")
 
 
+def in_a_sentence(error: BaseException, rank: int, lost: Sequence[int]) -> WorldError:
+    """Return the error whose text is ``sentence``, to be shown in the place of this one, with what the script was handling."""
+    said = WorldError(sentence(error, rank, lost))
+    said.__cause__, said.__context__ = error.__cause__, error.__context__
+    said.__suppress_context__ = error.__suppress_context__
+    for note in getattr(error, "__notes__", ()):
+        said.add_note(note)
+    return said
+
+
 def _first(lines: Sequence[str]) -> list[str]:
     """Return these lines; if they are too many, the first ones and a line that counts the rest."""
     more = [f"and {len(lines) - _MAX_NAMED} lines more like these"] if len(lines) > _MAX_NAMED else []

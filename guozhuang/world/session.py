@@ -232,7 +232,7 @@ def _show_error(show: Callable[..., None], kind: type[BaseException], error: Bas
 
         if stacks.is_of_gloo(error):
             _stop_heartbeat(error)  # it waits for the report of the ranks that are lost
-            kind, error = WorldError, WorldError(report.sentence(error, running.rank, running.lost()))
+            kind, error = WorldError, report.in_a_sentence(error, running.rank, running.lost())
     show(kind, error, trace)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import guozhuang as gz
 from guozhuang import cli
@@ -351,6 +352,11 @@ def test_a_lazy_model_is_saved_after_its_first_forward_and_comes_back_before_it(
         step(model)
     for (name, mine), theirs in zip(second.state_dict().items(), first.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs), name
+    larger = made()
+    larger.append(nn.LazyLinear(2))
+    with pytest.raises(UsageError, match=r"another model: its parameters differ: .*3\.weight .*nothing saved"):
+        gz.restore(tmp_path)
+    assert all(is_lazy(each) for each in larger[0].parameters()), "nothing was changed"
 
 
 def test_death_between_two_names_loses_nothing(tmp_path, monkeypatch) -> None:

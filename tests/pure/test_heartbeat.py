@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from dataclasses import replace
 from typing import Any
 
@@ -416,6 +417,12 @@ def test_an_uncaught_error_of_gloo_is_a_sentence_that_names_who_is_lost(monkeypa
         "[rank 0] the exchange of bucket 0 failed: Read error. Fix: look (ranks 1-2 are lost)"
     )
     assert stopped == [uncaught, uncaught], "it waits for the report first"
+    uncaught.__context__ = ValueError("the loss is wrong")
+    uncaught.add_note("in epoch 3")
+    session._show_error(
+        lambda kind, error, _: shown.append("".join(traceback.format_exception(error))), type(uncaught), uncaught, None
+    )
+    assert "ValueError: the loss is wrong" in shown[-1] and shown[-1].endswith("in epoch 3\n")
 
 
 def test_nobody_waits_for_a_report_that_came_before() -> None:

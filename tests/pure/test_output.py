@@ -323,7 +323,7 @@ KeyboardInterrupt
 """
 TRAINING = b"""\
 Traceback (most recent call last):
-  File "/home/me/train.py", line 30, in <module>
+  File "/home/me/torch/train.py", line 30, in <module>
     loss.backward()
   File "/site-packages/torch/_tensor.py", line 625, in backward
     torch.autograd.backward(

@@ -38,7 +38,7 @@ _READ_BYTES = 65536
 _SIZE = "HHHH"  # format of a terminal's size (struct winsize): rows, columns, width and height in pixels
 _TRACEBACK = b"Traceback (most recent call last):"
 _AMONG_TRACEBACKS = (b"", _TRACEBACK, *(text.encode() for text in CHAINED))
-_IMPORT_OF_TORCH = re.compile(rb'  File ".*/torch/.*", line \d+, in <module>')
+_IMPORT_OF_TORCH = re.compile(rb'  File ".*/(?:site|dist)-packages/torch/.*", line \d+, in <module>')
 _OUTPUT_FLAGS, _LOCAL_FLAGS = 1, 3  # indices into the list that termios.tcgetattr returns
 
 
