@@ -93,9 +93,9 @@ class TorchSurface:
             RuntimeError: gradients of these parameters are not averaged, because weights are exchanged or they were frozen.
         """
         applied = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-        handles = {} if applied is None else applied.param_to_optim_hook_handle_map
-        if not handles:
+        if applied is None or not applied.param_to_acc_grad_map:  # the other map lacks those with register_hook=False
             return
+        handles = applied.param_to_optim_hook_handle_map
         found = {name: p for name, p in self._averaged if hasattr(p, "_in_backward_optimizers")}
         if found and (self.around is not None or self.reducer is None):
             what = "an optimizer was applied in backward to parameters whose gradients are not averaged by this wrapper"

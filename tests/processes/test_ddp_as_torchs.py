@@ -209,24 +209,26 @@ def row_buffer_hooks(kind: Kind, rank: int) -> Any:
 
 def case_optimizers_in_backward(rank: int, world_size: int) -> None:
     """PyTorch's own class needs an accelerator for it; it steps as an optimizer does after backward."""
-    reference = TorchDDP(mlp())
-    stepper = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
-    models = []
-    for before in (True, False):
-        bare = mlp()
-        ddp = None if before else DistributedDataParallel(bare)
-        _apply_optimizer_in_backward(torch.optim.SGD, bare.parameters(), {"lr": 0.1, "momentum": 0.9})
-        models.append(ddp or DistributedDataParallel(bare))
-    for step in range(3):
+    for has_hook in (False, True):  # in this order, for a hook of any model is found in a map of the whole process
+        reference = TorchDDP(mlp())
+        stepper = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
+        models = []
+        for before in (True, False):
+            bare = mlp()
+            ddp = None if before else DistributedDataParallel(bare)
+            settings = {"lr": 0.1, "momentum": 0.9}
+            _apply_optimizer_in_backward(torch.optim.SGD, bare.parameters(), settings, register_hook=has_hook)
+            models.append(ddp or DistributedDataParallel(bare))
+        for step in range(3):
+            for model in models:
+                local_loss(model, rank, step).backward()
+                assert all(p.grad is None for p in model.parameters())
+            local_loss(reference, rank, step).backward()
+            stepper.step()
+            stepper.zero_grad()
         for model in models:
-            local_loss(model, rank, step).backward()
-            assert all(p.grad is None for p in model.parameters())
-        local_loss(reference, rank, step).backward()
-        stepper.step()
-        stepper.zero_grad()
-    for model in models:
-        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q, msg=name)
+            for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(p, q, msg=name)
     late = DistributedDataParallel(mlp())
     local_loss(late, rank).backward()
     late.zero_grad()
