@@ -67,6 +67,8 @@ class _FlatPart:
     def release(self) -> None:
         """Release the bucket's memory."""
         self.own = None
+        if not self.bucket.can_be_freed:  # a codec has looked at it through numpy
+            self.bucket.renew()
         self.bucket.free()
 
     def start(self) -> Tensor:

@@ -152,6 +152,11 @@ class Bucket:
         dense = () if self.sparse else self.parameters
         self.views = [view_in(self.flat, at, p) for at, p in zip(self._offsets, dense, strict=False)]
 
+    @property
+    def can_be_freed(self) -> bool:
+        """False once a program has seen the memory through numpy: PyTorch frees no such storage. :meth:`renew` helps."""
+        return self.flat.untyped_storage().resizable()
+
     def free(self) -> None:
         """Give the memory of ``flat`` and the views back until :meth:`hold`; it must be memory of :func:`in_process_memory`."""
         self.flat.untyped_storage().resize_(0)
@@ -159,7 +164,7 @@ class Bucket:
     def hold(self) -> None:
         """Give ``flat`` and the views memory again if they have none; its values are arbitrary then."""
         storage = self.flat.untyped_storage()
-        if not storage.nbytes():
+        if storage.nbytes() < self.num_bytes:
             storage.resize_(self.num_bytes)
 
     def zero(self) -> None:

@@ -159,8 +159,7 @@ class GradientViews:
             memory, views = self._count_references(b)
             own_memory, own_views = self._own_references[b]
             is_kept = memory > own_memory or views > own_views
-            # PyTorch lets no storage be freed that the program has once seen through numpy; a new one can be.
-            if is_kept or (self._frees and not bucket.flat.untyped_storage().resizable()):
+            if is_kept or (self._frees and not bucket.can_be_freed):
                 bucket.renew()
                 self._take_views(b)
             if self._frees:

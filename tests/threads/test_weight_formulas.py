@@ -278,6 +278,27 @@ def case_coded_differences_come_near(rank: int, size: int) -> None:
             assert not torch.equal(flat(ours), wanted)
 
 
+@dataclass(frozen=True)
+class InNumpy(MinMax8):
+    """Looks at the rows through numpy, whose memory PyTorch then lets nobody free."""
+
+    def encode(self, rows: Tensor, codes: Tensor, random: torch.Generator) -> None:
+        assert np.isfinite(rows.numpy()).all()
+        super().encode(rows, codes, random)
+
+
+def case_a_codec_may_use_numpy(rank: int, size: int) -> None:
+    exchange, model = DiLoCo(1, codec=InNumpy()), nn.Linear(24, 1, bias=False)  # as many for each rank: coded in place
+    nn.init.ones_(model.weight)
+    state = exchange.prepare(named(model), dist.group.WORLD)
+    for step in range(2):
+        push(exchange, state, dict(named(model)), rank, [step])
+        parts = [part for fragment in state.fragments for part in fragment.parts]
+        assert not any(part.bucket.flat.untyped_storage().nbytes() for part in parts)
+    assert_equal_across_ranks(model)
+    exchange.close(state)
+
+
 def case_a_checkpoint_fits_another_number_of_fragments(rank: int, size: int) -> None:
     one, three, model = DiLoCo(3, num_fragments=1), DiLoCo(3, num_fragments=3), mlp()
     state = one.prepare(named(model), dist.group.WORLD)
