@@ -176,9 +176,10 @@ class AroundSteps:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned on this rank; weights may be loaded before, or until the next step."""
-        self.restart(int(saved["step"]))
-        self.exchange.load_state_dict(self._state, saved["exchange"])
-        self._saved = saved["exchange"]
+        step, of_exchange = int(saved["step"]), saved["exchange"]
+        self.restart(self.step)
+        self.exchange.load_state_dict(self._state, of_exchange)
+        self._saved, self.step = of_exchange, step
 
     def restart(self, step: int) -> None:
         """Begin the exchange anew at a step, from rank 0's weights, which were written in place. Every rank must call it."""
