@@ -87,8 +87,9 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         bucket_cap_mb_list: size limits of the buckets one by one in MiB; the last one holds for all further buckets.
         batched_grad_copy: copy a bucket's gradients with one call when it is full.
         forward_sync_buffers: broadcast rank 0's buffers before each forward (default True).
-        lazy_bucket_allocation: a bucket has memory only from its first gradient of a backward until ``zero_grad`` has dropped
-            all of them, so that forwards can use it. It is ordinary memory, which an "shm" group copies from and to.
+        lazy_bucket_allocation: a bucket has memory only from its first gradient of a backward until the first forward after
+            ``zero_grad`` has dropped all of them, so that forwards can use it. It is ordinary memory, which an "shm" group
+            copies from and to.
 
     Raises:
         UsageError: arguments that cannot work (a ValueError).
@@ -285,6 +286,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
             self.around.note_forward(self.require_backward_grad_sync)
         if torch.is_grad_enabled() and self.reducer is not None:
             self.take_up_changes()
+        elif self._reducer is not None:
+            self._reducer.free_buckets()
         if torch.is_grad_enabled():
             self._setup_in_backward_optimizers()
         if self._join_config.enable and not self._join_config.throw_on_early_termination:

@@ -112,9 +112,20 @@ class Reducer(BucketedParameters):
         changed = self.change_parameters()
         if not changed:
             self.renew_buckets()
-        if self.options.frees:
-            self._selection.views.leave()
+        self.free_buckets()
         return changed
+
+    def free_buckets(self) -> None:
+        """Free the buckets in which no gradient lies, if the options ask for it, unless a backward is running.
+
+        These include the buckets of parameters that were trained before, as where the two models of a GAN take turns.
+        """
+        if not self.options.frees or torch._C._current_graph_task_id() != -1:  # see before_forward
+            return
+        with self._lock:
+            if self._pass is None:
+                for selection in self._selections.values():
+                    selection.views.leave()
 
     # ---- These methods run a pass. See [Note: one pass]. -------------------------------------------------------------
 

@@ -445,6 +445,27 @@ def case_lazy_buckets_have_memory_only_while_gradients_lie_in_them(rank, world_s
         assert all(seen[-2])
 
 
+def case_lazy_buckets_have_no_memory_where_training_takes_turns_or_in_evaluation(rank, world_size):
+    ddp = DistributedDataParallel(TwoHeads(), **LAZY, **SMALL)
+    seen: list[int] = []
+
+    def look(*_):
+        every = [bucket for each in ddp.reducer._selections.values() for bucket in each.placement.buckets]
+        seen.append(sum(bucket.flat.untyped_storage().nbytes() for bucket in every))
+
+    ddp.module.register_forward_hook(look)
+    for step in range(6):
+        ddp.module.a.requires_grad_(step % 2 == 0)
+        loss_by(ddp, rank, step, "ab").backward()
+        look()
+        ddp.zero_grad()
+        if step >= 4:
+            with torch.no_grad():
+                ddp(batch(rank, step))
+    after = [1, 3, 5, 7, 9, 12]
+    assert [place for place, num_bytes in enumerate(seen) if num_bytes] == after and len(seen) == 14
+
+
 def case_micro_batches_around_a_change_of_what_is_trained(rank, world_size):
     """A gradient of an unsynchronized backward is sent in the next pass, though another parameter was frozen in between."""
     bare = TwoHeads()
