@@ -46,16 +46,30 @@ class _Piece:
     """A part of a bucket: one table, or a run of adjacent parameters.
 
     Attributes:
-        part: the piece as a bucket, which shares the memory of the whole bucket during a pass.
+        part: the piece as a bucket, which shares the memory of the whole bucket during its exchange, and is empty otherwise.
         first: index of the piece's first parameter in the bucket.
         start: index of the piece's first element in the bucket's flat tensor.
+        num_elements: the number of elements.
         is_table: whether the piece is a table, which may be sent by rows.
     """
 
     part: Bucket
     first: int
     start: int
+    num_elements: int
     is_table: bool
+
+    def share(self, bucket: Bucket) -> None:
+        """Let the part share the memory that the whole bucket has now."""
+        # A bucket of one piece goes as it is: works may hold their tensors until the next step, and a view would count as the
+        # program's, so that the bucket would take new memory then.
+        is_whole = self.num_elements == bucket.flat.numel()
+        self.part.flat = bucket.flat if is_whole else bucket.flat.narrow(0, self.start, self.num_elements)
+        self.part.views = bucket.views[self.first : self.first + len(self.part.parameters)]
+
+    def let_go(self) -> None:
+        """Let go of the bucket's memory, so that it counts as held by nobody else and is used again."""
+        self.part.flat, self.part.views = self.part.flat.new_empty(0), []
 
 
 @dataclass
@@ -78,14 +92,20 @@ class SparseRowsState:
 class _Pieces:
     """The work of one bucket: first ``job``, which starts the pieces, then the works of the inner exchange."""
 
+    pieces: Sequence[_Piece]
     job: SerialWork | None = None
     works: list[Work] = field(default_factory=list)
 
     def wait(self) -> None:
+        if not self.pieces:  # waited for already
+            return
         if self.job is not None:
             self.job.wait()
         for work in self.works:
             work.wait()
+        for piece in self.pieces:
+            piece.let_go()
+        self.pieces = ()
 
     def is_completed(self) -> bool:
         return (self.job is None or self.job.is_completed()) and all(work.is_completed() for work in self.works)
@@ -123,6 +143,7 @@ class SparseRows(AroundGradients[SparseRowsState]):
         pieces: dict[int, list[_Piece]] = {}
         num_parts = 0
         for bucket in buckets:
+            bucket.hold()  # for the views of its parts
             pieces[bucket.index] = _cut(bucket, num_parts)
             num_parts += len(pieces[bucket.index])
         parts = [piece.part for some in pieces.values() for piece in some]
@@ -132,16 +153,17 @@ class SparseRows(AroundGradients[SparseRowsState]):
         inner = self.inner.prepare(
             parts, group if lane is None else lane.group, None if before is None else before.inner
         )
+        for some in pieces.values():
+            for piece in some:
+                piece.let_go()
         return SparseRowsState(group, pieces, inner, lane)
 
     @override
     def start(self, bucket: Bucket, state: SparseRowsState, step: int) -> Work:
         pieces = state.pieces[bucket.index]
-        for piece in pieces:  # the bucket's memory may have been replaced since the last backward
-            num_parameters = len(piece.part.parameters)
-            piece.part.flat = bucket.flat.narrow(0, piece.start, sum(p.numel() for p in piece.part.parameters))
-            piece.part.views = bucket.views[piece.first : piece.first + num_parameters]
-        works = _Pieces()
+        for piece in pieces:
+            piece.share(bucket)
+        works = _Pieces(pieces)
         if state.lane is None:
             works.works += [self.inner.start(piece.part, state.inner, step) for piece in pieces]
         else:
@@ -187,10 +209,11 @@ def _cut(bucket: Bucket, num_before: int) -> list[_Piece]:
 
     def end(members: list[int], is_table: bool) -> None:
         names, parameters = [bucket.names[i] for i in members], [bucket.parameters[i] for i in members]
+        begin, count = start, sum(p.numel() for p in parameters)
         # The part has no memory of its own: its flat tensor is a view of the whole bucket's.
-        flat = bucket.flat.narrow(0, start, sum(p.numel() for p in parameters))
-        part = Bucket(num_before + len(pieces), False, names, parameters, allocate=lambda *_: flat)
-        pieces.append(_Piece(part, members[0], start, is_table))
+        index = num_before + len(pieces)
+        part = Bucket(index, False, names, parameters, allocate=lambda *_: bucket.flat.narrow(0, begin, count))
+        pieces.append(_Piece(part, members[0], begin, count, is_table))
 
     for i, parameter in enumerate(bucket.parameters):
         if _may_be_table(bucket.views[i]):

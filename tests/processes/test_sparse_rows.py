@@ -179,6 +179,34 @@ def few_bytes(rank: int, size: int) -> None:
     assert sent["bytes"] < AllReduce().traffic(WORDS * WIDTH, 4, size) / 5
 
 
+def case_buckets_keep_their_memory(rank: int, size: int) -> None:
+    """The works of an inner all-reduce hold views of a bucket that is cut until the next step, those of a code do not."""
+    for inner, cap in ((AllReduce(), 0.001), (Compressed(MinMax8()), 0.001), (Compressed(MinMax8()), 100)):
+        ddp, places = wrapped(SparseRows(inner), caps={"bucket_cap_mb": cap}), set()
+        for step in range(5):
+            ddp.zero_grad()
+            ddp(tokens(rank, step)).square().sum().backward()
+            if step >= 2:  # the layout changes after the first
+                places.add(tuple(bucket.flat.data_ptr() for bucket in ddp.reducer.buckets))
+        assert len(places) == 1, (inner, cap)
+
+
+def case_lazy_buckets(rank: int, size: int) -> None:
+    for inner in (AllReduce(), Compressed(MinMax8())):
+        ours, theirs = (
+            wrapped(SparseRows(inner), caps={"lazy_bucket_allocation": lazy, "bucket_cap_mb": 100})
+            for lazy in (True, False)
+        )
+        seen: list[int] = []
+        ours.module.register_forward_hook(
+            lambda *_, ddp=ours, seen=seen: seen.extend(
+                bucket.flat.untyped_storage().nbytes() for bucket in ddp.reducer.buckets
+            )
+        )
+        same(ours, theirs, rank, 3, rtol=0, atol=0)
+        assert not any(seen)
+
+
 def case_what_cannot_work(rank: int, size: int) -> None:
     for wrong in (None, CommHook(lambda state, bucket: None, None)):  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="needs an exchange for what is no table"):
