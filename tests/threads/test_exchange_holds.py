@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
 from guozhuang.exchange.hierarchical import Hierarchical
+from guozhuang.exchange.parameter_server import ParameterServer
 from guozhuang.gradients.buckets import Bucket
 from tests.processes.cases import as_table, assert_equal_across_ranks, grads, said, seeded
 from tests.processes.gradient_methods import METHODS, Method, buckets_of, exchange_all, fill
+from tests.threads.ranks import run_threads
+from tests.waiting import until
 
 SHAPES = {"first": (12, 10), "second": (7,), "third": (30, 20), "number": ()}
 CAP_MB = 0.002  # several buckets
@@ -311,3 +315,19 @@ def case_it_trains_about_as_well_as_plain_averaging(method: Method, rank: int, s
 
 
 test_holds = as_table(globals(), METHODS, long=case_it_trains_about_as_well_as_plain_averaging)
+
+
+def drops_works(rank: int, size: int) -> None:
+    exchange, [bucket] = ParameterServer(part_bytes=2000), buckets_of([[(30, 20)]])
+    state = exchange.prepare([bucket], dist.group.WORLD)
+    work = exchange.start(bucket, state, 0)
+    work.wait()
+    seen = weakref.ref(work)
+    del work
+    until(lambda: seen() is None, 5.0)  # a thread may hold an answer for a moment
+    state.close()
+
+
+def test_works_of_servers_end_without_the_garbage_collector() -> None:
+    """They hold slices of a bucket, which would count as held by the program."""
+    run_threads(drops_works, 2)

@@ -144,5 +144,6 @@ class _ServedBucket:
     def wait(self) -> None:
         for _, request in self.requests:
             request.wait()
+        self.requests = []  # they hold slices of the bucket, and this work, which would outlive the step in a reference cycle
         if self._copy is not None:
             self._bucket.flat.copy_(self._copy, non_blocking=True)
