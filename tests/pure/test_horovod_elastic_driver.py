@@ -30,6 +30,14 @@ def test_what_a_worker_prints_is_a_sign_of_life() -> None:
     assert heard == [(3, 5.0)]
 
 
+@pytest.mark.parametrize(("signals", "limit_s"), [([], None), ([signal.SIGINT], driver._LAST_WORDS_S)])
+def test_the_disk_is_hurried_after_a_signal_only(signals: list[int], limit_s: float | None) -> None:
+    given: list[float | None] = []
+    here: Any = SimpleNamespace(_output=SimpleNamespace(end=lambda limit: True, close=given.append), _signals=signals)
+    driver.ElasticDriver._show_the_rest(here)
+    assert given == [limit_s]
+
+
 def test_which_network_a_round_uses() -> None:
     """Hosts name an address of the driver's host; loopback is none that leads from one host to another."""
     assert driver._towards(["a", "b"], {}) == ["", ""]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import os
 import pty
 import select
@@ -11,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -304,6 +307,73 @@ def test_what_the_disk_never_took_is_said(tmp_path: Path, capfd: pytest.CaptureF
     found.close(0.2)
     os.close(disk)
     assert f"the last {1 << 18} bytes that ranks printed are not written" in capfd.readouterr().err
+
+
+def test_a_copy_says_what_was_dropped_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_MAX_WAITING_BYTES", 10)
+    found, go = copies.Copies(), threading.Event()
+    copy = copies.Copy(found, str(tmp_path / "log"))
+    found.submit(go.wait)  # type: ignore[arg-type]
+    for text in (b"first\n", b"dropped\n"):
+        copy.write(text)
+    copy.close()
+    go.set()
+    found.close(None)
+    assert (tmp_path / "log").read_bytes() == b"first\n\n--- 8 bytes were lost here: the disk was full or slow\n"
+
+
+def test_a_copy_is_begun_once_the_disk_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    real, fails = io.FileIO, [OSError(errno.ENOSPC, "No space left on device")] * 3
+
+    def opened(path: str, mode: str) -> io.FileIO:
+        if fails:
+            raise fails.pop()
+        return real(path, mode)
+
+    monkeypatch.setattr(copies, "io", SimpleNamespace(FileIO=opened))
+    found = copies.Copies()
+    copy = copies.Copy(found, str(tmp_path / "log"), "--- a title\n")
+    for text in (b"one\n", b"two\n", b"three\n"):
+        copy.write(text)
+    copy.close()
+    found.close(None)
+    lost = b"\n--- 8 bytes were lost here: the disk was full or slow\n"
+    assert (tmp_path / "log").read_bytes() == lost + b"three\n"
+    assert capfd.readouterr().err.count("No space left on device; the rank goes on") == 1
+
+
+def test_the_end_of_the_output_waits_for_the_disk(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "_CATCH_UP_S", 0.01)
+    out = Output()
+    out._copies.submit(lambda: time.sleep(0.1), 5)
+    assert out.end(5)
+    out.close(None)
+    assert out._copies._num_waiting_bytes == 0 and not capfd.readouterr().err
+    out, go = Output(), threading.Event()
+    out._copies.submit(go.wait, 5)  # type: ignore[arg-type]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with pytest.raises(KeyboardInterrupt):
+        out.close()
+    signal.signal(signal.SIGALRM, handler)
+    out.close(0.01)
+    assert "the last 5 bytes that ranks printed are not written" in capfd.readouterr().err
+    go.set()
+    out._copies.close(None)
+    waiting = copies.Copies()
+    go.clear()
+    waiting.submit(go.wait)  # type: ignore[arg-type]
+    waiting.close(0.01)
+    go.set()
+    assert not capfd.readouterr().err, "no byte is lost"
 
 
 IMPORTING = b"""\

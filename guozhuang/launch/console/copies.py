@@ -7,6 +7,7 @@ module, which keeps up to ``_MAX_WAITING_BYTES``. Further bytes are dropped; the
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import io
@@ -30,6 +31,7 @@ class Copies:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._has_ended = threading.Event()  # join() cannot tell after it was interrupted, see ``Output.end``
         self._lock = threading.Lock()  # guards the thread's start and the number below
         self._num_waiting_bytes = 0
 
@@ -55,12 +57,12 @@ class Copies:
             return
         self._jobs.put(None)
         before = -1
-        while self._thread.is_alive() and before != self._num_waiting_bytes:
+        while not self._has_ended.is_set() and before != self._num_waiting_bytes:
             before = self._num_waiting_bytes
-            self._thread.join(_DISK_S if limit_s is None else limit_s)
+            self._has_ended.wait(_DISK_S if limit_s is None else limit_s)
             if limit_s is not None:
                 break
-        if self._thread.is_alive():
+        if not self._has_ended.is_set() and self._num_waiting_bytes:
             what = f"the last {self._num_waiting_bytes} bytes that ranks printed are not written to their files"
             say(f"{what}: the disk does not take them", within_s=PATIENCE_S)
 
@@ -70,6 +72,7 @@ class Copies:
             job()
             with self._lock:
                 self._num_waiting_bytes -= num_bytes
+        self._has_ended.set()
 
 
 class Copy:
@@ -86,12 +89,13 @@ class Copy:
 
     def __init__(self, copies: Copies, path: str, title: str = "") -> None:
         self._copies, self._num_dropped = copies, 0
-        # Only the thread that writes uses these: the file, what was printed before its path was known, and the loss since
-        # the last bytes that the disk took.
+        # Only the thread that writes changes these: the path, the file, whether to open it (again) for the next bytes, what was
+        # printed before the path was known, and the loss since the last bytes that the disk took.
         self._path, self._num_lost = path, 0
         self._file: io.FileIO | None = None
+        self._opens = False
         self._early: bytearray | None = bytearray()
-        self._told: set[str] = set()
+        self._told: set[str] = set()  # what was printed for the user; ``write`` and the thread that writes add to it
         if path:
             copies.submit(functools.partial(self._open, path, title))
 
@@ -109,27 +113,28 @@ class Copy:
 
     def close(self) -> None:
         """Close the file after all that was written to it."""
+        self._copies.submit(functools.partial(self._append, b"", self._num_dropped))
         self._copies.submit(self._close)
 
     def _open(self, path: str, title: str) -> None:
         self._close()
-        self._path = path
+        self._path, self._opens = path, True
         early, self._early = self._early, None
-        try:
-            self._file = io.FileIO(path, "ab")
-            title = title if os.fstat(self._file.fileno()).st_size else ""
-        except OSError as error:
-            self._tell_error(error)
-        self._append(title.encode() + bytes(early or b""), 0)
+        has_content = False
+        with contextlib.suppress(OSError):
+            has_content = os.stat(path).st_size > 0
+        self._append((title.encode() if has_content else b"") + bytes(early or b""), 0)
 
     def _append(self, data: bytes, num_dropped: int) -> None:
         self._num_lost += num_dropped
         if self._early is not None:
             self._early += data
             del self._early[:-_KEPT_BYTES]
-        if self._file is None:
-            return
         try:
+            if self._file is None and self._opens:
+                self._file = io.FileIO(self._path, "ab")
+            if self._file is None:
+                return
             if self._num_lost:
                 self._file.write(f"\n--- {self._num_lost} bytes were lost here: the disk was full or slow\n".encode())
                 self._num_lost = 0
@@ -143,7 +148,7 @@ class Copy:
             self._tell_error(error)
 
     def _close(self) -> None:
-        file, self._file = self._file, None
+        file, self._file, self._opens = self._file, None, False
         try:
             if file is not None:
                 file.close()

@@ -274,14 +274,20 @@ class Output:
         """Show the remaining output of the pipes, and end the thread. All processes of the run must have ended.
 
         Args:
-            limit_s: how long to wait for the reader of our output, in seconds; None: without limit.
+            limit_s: how long to wait for the reader of our output, and then for the disk with the copies, in seconds; None:
+                for the reader without limit, and for the disk while it takes something (``Copies.close``).
         """
         if self._is_closed:
             return
+        copies_s = limit_s
         if self._ending and limit_s is None:
             limit_s = _CATCH_UP_S  # a signal interrupted an earlier call of close: do not wait without limit again
         has_ended = self.end(limit_s)
-        self._is_closed = True
+        if has_ended:
+            self._copies.close(copies_s)
+        self._is_closed = (
+            True  # only now: where a signal interrupts the wait for the disk, the next call goes on with it
+        )
         if self._signals_before is not None:  # restore the signal handling that __init__ replaced
             signal.set_wakeup_fd(self._signals_before)
             for number, handler in self._handlers.items():
@@ -289,7 +295,6 @@ class Output:
         if not has_ended:
             return  # leave the thread, which is a daemon, behind: it still waits for the reader of our output
         self._thread.join()
-        self._copies.close(limit_s)
         self._wake.close()
         self._woken.close()
         for key in list(self._selector.get_map().values()):

@@ -307,10 +307,10 @@ class ElasticDriver:
                 host.close()
 
     def _show_the_rest(self) -> None:
-        """Wait until all output is written, however slow its reader; after a signal wait for a second at most."""
+        """Wait until all output is written, however slow its reader or disk; after a signal wait for a second for each."""
         while not (self._output.end(_TURN_S) or self._signals):
             pass
-        self._output.close(_LAST_WORDS_S)
+        self._output.close(_LAST_WORDS_S if self._signals else None)
 
 
 def _towards(hosts: Sequence[str], reached: Mapping[str, str]) -> list[str]:
