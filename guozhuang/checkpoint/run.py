@@ -339,10 +339,10 @@ def _on_pause() -> None:
         saver, (rank, _) = _saver(_saving.folder), place()
         board = saver.board
         if rank == 0:
-            board.post(f"{state.step}/go", schedule.is_last or not saver.is_busy)
-        if board.read(f"{state.step}/go", _limit_s(), "rank 0"):
+            board.post(f"go/{schedule.num_steps}", schedule.is_last or not saver.is_busy)
+        if board.read(f"go/{schedule.num_steps}", _limit_s(), "rank 0"):
             saver.wait()
-            schedule.saved(state.step)
+            schedule.saved()
             _start(saver)
             if schedule.is_last:
                 _end(saver)

@@ -36,6 +36,8 @@ class SaveTimes:
 
     Attributes:
         is_last: whether the save that is due is the last one, because the run is asked to end.
+        num_steps: how many steps were made since the construction: the calls of ``is_due``. Checks are counted by it, because
+            the step of the training goes back where the script restores an older checkpoint.
     """
 
     def __init__(
@@ -51,43 +53,45 @@ class SaveTimes:
         self._steps, self._seconds, self._board, self._limit_s, self._clock = steps, seconds, board, limit_s, clock
         self._must_end = must_end
         self.is_last = False
-        self._check: int | None = None  # the next check; None before the first step
+        self.num_steps = 0
+        self._check: int | None = None  # the next check, as a number of calls; None before the first step
         self._posted: dict[str, Any] = {}  # what rank 0 posted for the next check
         self._last_s = self._looked_s = clock()  # when the last save was, and the last check
-        self._looked_at = 0  # the step of the last check
-        self._saved_at = 0  # the step of the last save
+        self._looked_at = 0  # the number of the last check
+        self._saved_at = 0  # ``num_steps`` at the last save
         self._posted_for: list[int] = []  # the checks for which something is posted
 
     def is_due(self, step: int) -> bool:
-        """Return whether all ranks save after this step.
+        """Return whether all ranks save after this step of the training.
 
         Raises:
             CheckpointError: rank 0's decision did not come in time.
         """
         is_counted = self._steps is not None and step % self._steps == 0
-        if self._check is not None and step < self._check:
+        self.num_steps += 1
+        if self._check is not None and self.num_steps < self._check:
             return is_counted
         if self._check is None:  # the first step is a check of which all ranks know without a message
-            told: dict[str, Any] = {"save": False, "end": False, "next": step + 1}
-            self._looked_at, self._looked_s = step - 1, self._clock()
+            told: dict[str, Any] = {"save": False, "end": False, "next": 2}
+            self._looked_s = self._clock()
         elif self._board.rank == 0:
             told = self._posted
         else:
-            told = self._board.read(f"check/{step}", self._limit_s, "rank 0")
+            told = self._board.read(f"check/{self.num_steps}", self._limit_s, "rank 0")
         self._check, self.is_last = told["next"], told["end"]
         if self._board.rank == 0:
-            self._decide(step, told["next"])
+            self._decide(told["next"])
         return is_counted or bool(told["save"])
 
-    def saved(self, step: int) -> None:
+    def saved(self) -> None:
         """Record that all ranks save now; all have taken part in the save before, so they have read what was posted for it."""
         self._board.forget(*(f"check/{check}" for check in self._posted_for if check <= self._saved_at))
         self._posted_for = [check for check in self._posted_for if check > self._saved_at]
-        self._saved_at = step
+        self._saved_at = self.num_steps
 
-    def _decide(self, step: int, check: int) -> None:
-        """On rank 0, at the check after ``step``: decide whether to save at the next check, and which one follows it."""
-        now = self._clock()
+    def _decide(self, check: int) -> None:
+        """On rank 0, at a check: decide whether to save at the next one, ``check``, and which one follows it."""
+        now, step = self._clock(), self.num_steps
         per_step_s = (now - self._looked_s) / (step - self._looked_at)
         self._looked_at, self._looked_s = step, now
         ahead = max(1, min(_MAX_CHECK_STEPS, round(_CHECK_EVERY_S / per_step_s))) if per_step_s > 0 else 1

@@ -425,7 +425,7 @@ def test_all_ranks_save_after_the_same_step_whatever_their_clocks_say(step_s) ->
         assert len(set(told)) == 1
         if told[0]:
             due.append(now[0])
-            ranks[0].saved(step)
+            ranks[0].saved()
     gaps = [b - a for a, b in zip([0.0, *due], due, strict=False)]
     assert len(due) >= 5 and all(58 <= gap <= 60 + 3 * max(1.0, step_s) for gap in gaps), gaps
     assert store.num_keys() < 5 + 3 * 60 / min(1.0, 64 * step_s)  # what was read is removed
@@ -447,7 +447,7 @@ def test_all_ranks_save_for_the_last_time_after_the_same_step(every, step_s) -> 
         if told == {(True, True)}:
             break
         if told == {(True, False)}:
-            ranks[0].saved(step)
+            ranks[0].saved()
         assert (True, True) not in told and (every[0] is None or told == {(step % every[0] == 0, False)})
     assert asked and now[0] - asked[0] <= 2 * max(1.0, step_s)
 
