@@ -10,6 +10,7 @@ that never gets its answer is abandoned; being a daemon, it does not keep the pr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import random
@@ -246,6 +247,16 @@ class PatientStore:
     def hurry(self) -> None:
         """Wait at most two seconds for each further answer of the store, because this process is about to end."""
         self._client.limit_s = min(self._client.limit_s, _HURRY_S)
+
+    @contextlib.contextmanager
+    def hurried(self) -> Iterator[None]:
+        """Wait at most two seconds for each answer of the store, inside the ``with`` block only."""
+        before = self._client.limit_s
+        self.hurry()
+        try:
+            yield
+        finally:
+            self._client.limit_s = before
 
     def close(self) -> None:
         """End the thread that makes the calls of this store and of the parts returned by ``within``."""

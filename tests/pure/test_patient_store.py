@@ -101,6 +101,9 @@ def test_a_signal_gets_through(deaf: Deaf) -> None:
 
 def test_who_is_about_to_end_waits_less(deaf: Deaf) -> None:
     store = PatientStore(deaf, client=Client(600))
+    with store.hurried():
+        assert store._client.limit_s == 2
+    assert store._client.limit_s == 600
     store.hurry()
     with pytest.raises(dist.DistNetworkError, match="for 2 s"):
         store.check(["a"])

@@ -289,9 +289,10 @@ class FixedRendezvous:
         """Ask the ranks of all nodes to save a checkpoint and to end; return False if they cannot: they do not train now, or
         another node aborted the run or is lost.
         """
-        if self._shared is not None:
-            self._shared.hurry()  # this agent ends, also where the store does not answer
-        with contextlib.suppress(WorldError, RuntimeError):
+        # This agent ends, also where the store does not answer. Only this question is in a hurry: the heartbeats go on during
+        # the save, which may keep the store's host busy.
+        hurried = contextlib.nullcontext() if self._shared is None else self._shared.hurried()
+        with contextlib.suppress(WorldError, RuntimeError), hurried:
             return (store := self._of_ranks) is not None and not self.must_restart() and ask_to_end(store)
         return False
 
