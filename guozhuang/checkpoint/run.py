@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
 import weakref
@@ -25,7 +24,7 @@ from guozhuang.checkpoint.schedule import SaveTimes
 from guozhuang.checkpoint.state import Flat, TrainingState, Values, is_stateful, place
 from guozhuang.errors import CheckpointError, UsageError, explain
 from guozhuang.groups.subgroups import timeout_s
-from guozhuang.net.end_request import EndRequest
+from guozhuang.net.end_request import ENDED, EndRequest
 from guozhuang.net.store import next_part
 from guozhuang.registry import registry
 from guozhuang.world import before_leaving, requested_checkpoint
@@ -131,9 +130,11 @@ def epochs(num_epochs: int, **values: Any) -> Iterator[int]:
                 # A rank without a batch takes part in the pause of the others.
                 registry.has_stepped = any(_of_all(registry.has_stepped))
             registry.pause()
-    if _saving.folder is not None and state.step > last_saved:
-        with contextlib.suppress(CheckpointError):  # the log has said why; the training itself is complete
-            save(_saving.folder)
+        if _saving.folder is not None and state.step > last_saved:
+            with contextlib.suppress(CheckpointError):  # the log has said why; the training itself is complete
+                save(_saving.folder)
+        if _saving.folder is not None and _of_all(request is not None and request.is_made())[0]:
+            _end(_saver(_saving.folder))  # the request came after the last check
 
 
 def save(folder: str | os.PathLike[str], *, wait: bool = True) -> None:
@@ -356,11 +357,14 @@ def _on_pause() -> None:
 
 def _end(saver: Saver) -> NoReturn:
     """End this process when the save in progress has ended, because the launcher got SIGTERM. Every rank must call it."""
+    if _saving.end_request is not None:
+        _saving.end_request.is_obeyed = True
     saver.wait()
-    if not saver.outcome() and place()[0] == 0:  # a failure is in the log already
-        where = saver.folder.of(_saving.state.step)
+    saver.outcome()
+    where = saver.folder.of(_saving.state.step)
+    if place()[0] == 0 and where.is_dir():  # otherwise the log says already why it is not
         _log.warning("the run was asked to end, and %s is saved; the same command goes on from there", where)
-    raise SystemExit(128 + signal.SIGTERM)
+    raise SystemExit(ENDED)
 
 
 def _start(saver: Saver) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from guozhuang.checkpoint.schedule import SaveTimes
 from guozhuang.errors import CheckpointError, UsageError
 from guozhuang.launch.options.arguments import read
 from guozhuang.launch.options.plan import plan
+from guozhuang.net.end_request import ENDED, ask_to_end, is_awaited
 from guozhuang.world.requests import checkpoint_interval
 
 
@@ -450,6 +452,58 @@ def test_all_ranks_save_for_the_last_time_after_the_same_step(every, step_s) -> 
             ranks[0].saved()
         assert (True, True) not in told and (every[0] is None or told == {(step % every[0] == 0, False)})
     assert asked and now[0] - asked[0] <= 2 * max(1.0, step_s)
+
+
+def test_a_request_is_seen_after_the_step_has_gone_back() -> None:
+    now, asked = [0.0], [False]
+    times = SaveTimes(None, 300.0, Board(None, 0, 1), 5.0, lambda: asked[0], lambda: now[0])
+    for step in (*range(1, 1001), *range(400, 600)):
+        now[0] += 0.01
+        if times.is_due(step):
+            break
+        asked[0] = asked[0] or times.num_steps == 1000
+    assert times.is_last and times.num_steps <= 1000 + 2 * 64
+
+
+@pytest.mark.parametrize("when", ["the last step", "the save after it", "before a break"])
+def test_a_request_after_the_last_check_is_obeyed(tmp_path, monkeypatch, caplog, when) -> None:
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(of_run, "store_of_launcher", lambda: store)
+    requested(monkeypatch, tmp_path, "5min")
+    script = Script()
+    if when == "the save after it":
+        save = of_run.save
+        monkeypatch.setattr(of_run, "save", lambda folder: (save(folder), ask_to_end(store)))
+    assert not ask_to_end(store)
+
+    def batches() -> Iterator[torch.Tensor]:
+        for batch in range(3):
+            if when != "the save after it" and script.epochs == [0, 1, 2] and batch == 2:
+                assert ask_to_end(store)
+            yield script.x[:4]
+
+    if when == "before a break":
+        script.train(stop_after=9, batches=_Again(batches))
+        gc.collect()
+        assert not is_awaited(store)  # so the launcher sends a signal
+        return
+    with pytest.raises(SystemExit) as ended:
+        script.train(batches=_Again(batches))
+    assert ended.value.code == ENDED and is_awaited(store)
+    assert f"asked to end, and {tmp_path / 'step-9'} is saved" in caplog.text
+    monkeypatch.undo()
+    requested(monkeypatch, tmp_path, "5min")
+    again = Script()
+    again.train()
+    assert again.epochs == []  # nothing is left to train; the script goes on after its loop
+
+
+class _Again:
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self._make()  # type: ignore[no-any-return]
 
 
 def test_a_rank_that_gets_no_decision_says_who_did_not_decide() -> None:
