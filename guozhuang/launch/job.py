@@ -11,6 +11,8 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from guozhuang.net.end_request import ENDED
+
 # Seconds that ranks get after Ctrl-C to return from a collective (Python handles SIGINT only then) before they get SIGTERM.
 INTERRUPT_S = 5.0
 # Seconds; a process that has not ended so long after SIGKILL is in uninterruptible sleep, and the agent leaves it behind.
@@ -84,6 +86,7 @@ class Job:
         self.living = set(ranks)  # the ranks whose processes run; the agent adds a rank that it replaced
         self.codes: dict[int, int] = {}  # exit codes of the ranks that have ended; negative for a signal
         self._outcome: Outcome | None = None  # how the attempt will end; set when its ranks begin to be stopped
+        self.ranks_know = False  # whether the ranks end by themselves, as they were asked to, and get no signal
         self._pending: list[Send] = []
         self._term_at = self._kill_at = self._leave_at = float("inf")
         self._held_since.clear()
@@ -103,6 +106,8 @@ class Job:
         """Record that the process of a rank has ended, with this exit code (negative for a signal)."""
         self.living.discard(rank)
         self.codes[rank] = code
+        if code not in (0, ENDED):
+            self.signal_after_all()
 
     def interrupt(self, number: int, now: float, ranks_know: bool = False) -> None:
         """Record a signal to the agent that ends the run: the ranks get the signal too; a second one kills them at once.
@@ -110,21 +115,32 @@ class Job:
         Args:
             number: the signal.
             now: the time.
-            ranks_know: the ranks were asked in another way to end; they get no signal but SIGKILL after ``shutdown_s``.
+            ranks_know: the ranks were asked in another way to end; they get no signal but SIGKILL after ``shutdown_s``, unless
+                one of them fails: then the others get SIGTERM.
         """
         if self._outcome is Outcome.STOPPED:
             self._kill_at = now
             return
-        self._stop_ranks(Outcome.STOPPED, number, now)
-        if ranks_know:
-            self._pending.clear()
+        self._stop_ranks(Outcome.STOPPED, number, now, ranks_know)
         if number == signal.SIGINT:
             self._term_at = now + INTERRUPT_S
 
-    def stop(self, now: float, restart: bool = False) -> None:
-        """Stop the ranks, because another node or a server failed or restarts; ``restart``: they are to be started again."""
+    def stop(self, now: float, restart: bool = False, ranks_know: bool = False) -> None:
+        """Stop the ranks, because another node or a server failed, restarts, or got a signal.
+
+        Args:
+            now: the time.
+            restart: they are to be started again.
+            ranks_know: as for ``interrupt``.
+        """
         if self._outcome is None:
-            self._stop_ranks(Outcome.RESTART if restart else Outcome.STOPPED, signal.SIGTERM, now)
+            self._stop_ranks(Outcome.RESTART if restart else Outcome.STOPPED, signal.SIGTERM, now, ranks_know)
+
+    def signal_after_all(self) -> None:
+        """Send SIGTERM to ranks that were asked to end by themselves, because they cannot."""
+        if self.ranks_know:
+            self.ranks_know = False
+            self._send(signal.SIGTERM)
 
     def kernel_holds(self, ranks: Iterable[int], now: float) -> None:
         """Record the ranks that are in uninterruptible sleep (state D) now; ``held`` then lists those over the limit."""
@@ -153,6 +169,7 @@ class Job:
         self._pending = []
         if self.living and now >= self._kill_at:
             self._kill_at, self._term_at, self._leave_at = float("inf"), float("inf"), now + KILLED_S
+            self.ranks_know = False
             found.append(Send(tuple(sorted(self.living)), signal.SIGKILL))
         elif self.living and now >= self._term_at:
             self._term_at = float("inf")
@@ -165,8 +182,12 @@ class Job:
             found.append(Over(outcome))
         return found
 
-    def _stop_ranks(self, outcome: Outcome, number: int, now: float) -> None:
-        self._outcome = outcome
+    def _stop_ranks(self, outcome: Outcome, number: int, now: float, ranks_know: bool = False) -> None:
+        self._outcome, self.ranks_know = outcome, ranks_know
         self._kill_at = now + self.shutdown_s
+        if not ranks_know:
+            self._send(number)
+
+    def _send(self, number: int) -> None:
         if self.living:
             self._pending.append(Send(tuple(sorted(self.living)), number))

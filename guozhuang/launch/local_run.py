@@ -24,11 +24,13 @@ from guozhuang.launch.job import Job, Outcome, Over, Replace, Send
 from guozhuang.launch.node_run import NodeRun
 from guozhuang.launch.options.plan import Plan
 from guozhuang.launch.rank_files import RankFiles
+from guozhuang.launch.rendezvous.agents import OtherNodeError
 from guozhuang.launch.rendezvous.endpoint import open_fixed
 from guozhuang.launch.rendezvous.fixed import Attempt, FixedRendezvous, NodeShare
 from guozhuang.launch.request import Request, RunReport
 from guozhuang.launch.servers import ServersError, ServersOfANode
 from guozhuang.launch.signals import SignalledError
+from guozhuang.net.end_request import ENDED
 from guozhuang.world import versions
 
 _GRACE_S = 2.0  # seconds between SIGTERM and SIGKILL for processes that ranks left behind, such as data-loader workers
@@ -82,7 +84,7 @@ class LocalRun(NodeRun):
                 raise
             except Exception as error:
                 self._signals.note()
-                self._job.stop(time.monotonic())
+                self._job.stop(time.monotonic(), ranks_know=self._is_asked_end(error))
                 self._end_ranks()
                 if isinstance(error, ServersError):
                     self._give_up(str(error), 1)
@@ -101,6 +103,9 @@ class LocalRun(NodeRun):
         limit = f"they have {self._job.shutdown_s:g} s (--shutdown-timeout), and a second signal ends them at once"
         self._output.say(f"{error}; all ranks save a checkpoint after the same step and end; {limit}")
         return True
+
+    def _is_asked_end(self, error: Exception) -> bool:
+        return isinstance(error, OtherNodeError) and bool(self._rendezvous and self._rendezvous.is_asked_end(error))
 
     def _attempts(self, rendezvous: FixedRendezvous) -> RunReport:
         share = NodeShare(self._plan.num_local_ranks, self._plan.num_servers, self._config.role)
@@ -186,6 +191,8 @@ class LocalRun(NodeRun):
         job = self._job
         while self._signals.noted:
             job.interrupt(self._signals.noted.pop(0), time.monotonic())
+        if job.ranks_know and self._rendezvous is not None and self._rendezvous.must_signal():
+            job.signal_after_all()
         for decision in job.turn(time.monotonic()):
             if isinstance(decision, Send):
                 self._crew.send(decision.ranks, decision.number)
@@ -194,13 +201,26 @@ class LocalRun(NodeRun):
             elif isinstance(decision, Over):
                 return decision.outcome
         for rank, code in self._crew.wait(min(0.1, self._config.monitor_interval)).items():
-            job.ended(rank, code)
+            self._ended(rank, code)
             if code == 0 and job.living and self._rendezvous is not None:
                 with contextlib.suppress(RuntimeError):  # the store is gone with node 0, which is noticed elsewhere
                     self._rendezvous.tell_ended(rank)
         if job.is_watching_kernel:
             job.kernel_holds(self._crew.held(), time.monotonic())
         return None
+
+    def _ended(self, rank: int, code: int) -> None:
+        """Report to the job that a rank has ended. Only its code says so if another node's agent has asked all ranks to end."""
+        job, rendezvous = self._job, self._rendezvous
+        assert rendezvous is not None
+        if code == ENDED and not job.failed and rendezvous.was_asked_to_end():
+            job.stop(time.monotonic(), ranks_know=True)
+        knew = job.ranks_know
+        job.ended(rank, code)
+        if knew and not job.ranks_know:
+            rendezvous.take_back_request()
+            what = headline(self._failures({rank: code})[rank], socket.gethostname())
+            self._output.say(f"{what}; the others get SIGTERM")
 
     def _replace(self, lost: Replace) -> None:
         """Kill the children that a failed rank left, and start a new process for the rank while the other ranks run on."""
@@ -268,6 +288,11 @@ class LocalRun(NodeRun):
             self._give_up(why, 1)
             self._output.close()
             return RunReport(why, host=host, code=1)
+        if outcome is Outcome.STOPPED:  # the agent of another node has asked the ranks to save and to end
+            elsewhere = rendezvous.give_up("its ranks were asked to save and to end", ENDED, True)
+            self._output.close()
+            text = str(elsewhere or "the ranks were asked to save and to end")
+            return RunReport(text, host=host, code=ENDED, is_cause=False)
         failures = self._failures(self._job.failed)
         rank = first(failures)
         failure = failures[rank]

@@ -16,7 +16,7 @@ import guozhuang as gz
 from guozhuang.checkpoint.folder import CheckpointFolder, verify
 from guozhuang.errors import UsageError
 from tests.launching import Launched, guozhuang, write
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 SCRIPT = """
 import hashlib, os, random, time
@@ -126,6 +126,40 @@ def test_a_launcher_that_gets_sigterm_lets_all_ranks_save_and_the_same_command_g
     assert f"step-{step}, saved" in done.stderr and results(done.stdout) == expected and len(expected) == 2
     ended_by_sigterm("c", 1, 2, STUCK="1")
     assert CheckpointFolder(tmp_path / "c").steps() == []
+
+
+LAST = """
+import atexit, os, time
+def last() -> None:
+    time.sleep(0.7 * int(os.environ["RANK"]))
+    print("the last of rank", os.environ["RANK"], flush=True)
+atexit.register(last)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_node_that_gets_sigterm_asks_the_ranks_of_all_nodes(tmp_path, is_killed) -> None:
+    script, began, port = write(tmp_path, LAST + SCRIPT), tmp_path / "began", free_port()
+    began.mkdir()
+    env = {"EPOCHS": "50", "BEGAN": str(began)} | ({"STUCK": "1"} if is_killed else {})
+    meeting = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", port, "--max-restarts", 2)
+    words = ("run", *meeting, "--every", "1000steps", "--checkpoint", tmp_path / "c", "-np", 2, "--node-rank")
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(Launched(*words, node, script, folder=tmp_path, **env)) for node in range(2)]
+        nodes[0].until(lambda: len(list(began.iterdir())) == 4)
+        nodes[1].send(signal.SIGTERM)
+        nodes[1].until(lambda: "all ranks save a checkpoint after the same step" in nodes[1].printed)
+        if is_killed:
+            ours = {process.pid for process in nodes[1].processes()} & {int(path.name) for path in began.iterdir()}
+            os.kill(min(ours), signal.SIGKILL)
+        done = [node.wait(20) for node in nodes]
+        assert not any(node.left() for node in nodes)
+    assert [each.returncode for each in done] == [143, 143], done
+    assert "node 1: its agent got SIGTERM" in done[0].stderr and "started anew" not in done[0].stderr, done
+    assert ("; the others get SIGTERM" in done[1].stderr) == is_killed, done
+    assert len(re.findall("the last of rank", done[0].stdout + done[1].stdout)) == (0 if is_killed else 4), done
+    assert len(CheckpointFolder(tmp_path / "c").steps()) == (not is_killed)
 
 
 @pytest.mark.slow

@@ -88,6 +88,25 @@ def test_ranks_that_save_and_end_by_themselves_get_no_signal_but_the_last() -> N
         assert end(job, {0: -KILL}, killed) == [Over(Outcome.STOPPED)]
 
 
+@pytest.mark.parametrize("asked_by", ["interrupt", "stop"])
+@pytest.mark.parametrize("why", ["a rank failed", "the others look no more"])
+def test_ranks_that_cannot_save_get_sigterm_after_all(asked_by: str, why: str) -> None:
+    job = begun(max_restarts=1, policy=Policy.KEEP_SURVIVORS)
+    if asked_by == "interrupt":
+        job.interrupt(TERM, 1.0, ranks_know=True)
+    else:
+        job.stop(1.0, ranks_know=True)
+    assert end(job, {2: 143}, 2.0) == [] and job.ranks_know
+    if why == "a rank failed":
+        assert end(job, {1: -KILL}, 3.0) == [Send((0,), TERM)]
+    else:
+        job.signal_after_all()
+        assert job.turn(3.0) == [Send((0, 1), TERM)]
+    job.signal_after_all()
+    assert not job.ranks_know and end(job, {1: -KILL}, 4.0) == [], "once is enough"
+    assert end(job, {0: -TERM}, 5.0) == [Over(Outcome.STOPPED)]
+
+
 def test_survivors_are_ended_when_no_restart_is_left() -> None:
     job = begun(policy=Policy.KEEP_SURVIVORS, max_restarts=1)
     assert end(job, {1: 7}, 1.0) == [Replace(1, 7)]

@@ -15,6 +15,7 @@ from guozhuang.errors import WorldError
 from guozhuang.launch.rendezvous.agents import OtherAgents, OtherNodeError
 from guozhuang.launch.rendezvous.fixed import Attempt, FixedRendezvous, NodeShare
 from guozhuang.net.client import PatientStore, look_s
+from guozhuang.net.end_request import ENDED, EndRequest
 from guozhuang.net.meeting_point import MeetingPoint
 from tests.ranks import free_port
 from tests.waiting import until
@@ -148,3 +149,28 @@ def test_a_key_of_another_agent_is_not_waited_for_when_that_one_is_gone() -> Non
     store.while_waiting = lambda: None
     node._forget(store)
     store.close()
+
+
+@pytest.mark.parametrize(("code", "is_signalled"), [(ENDED, False), (1, True)])
+def test_all_nodes_know_that_the_ranks_were_asked_to_end(
+    meetings: list[FixedRendezvous], pool: ThreadPoolExecutor, code: int, is_signalled: bool
+) -> None:
+    nodes = fixed(meetings, 2)
+    all_meet(pool, nodes)
+    assert not nodes[1].ask_to_end() and not nodes[0].was_asked_to_end(), "nobody looks for it"
+    assert nodes[0]._kept is not None and nodes[1]._shared is not None
+    request = EndRequest(nodes[0]._kept.store)
+    with request.awaited():
+        assert nodes[1].ask_to_end() and request.is_made()
+        assert nodes[1]._shared._client.limit_s == 10, "what follows has its time"
+        assert nodes[0].was_asked_to_end() and not nodes[0].must_signal() and not nodes[1].must_signal()
+        if code == ENDED:
+            request.is_obeyed = True
+    assert nodes[1].must_signal() == (code != ENDED), "the ranks left their loop for another reason"
+    with request.awaited():
+        if code != ENDED:
+            nodes[0].take_back_request()
+            assert nodes[1].must_signal() and not nodes[1].was_asked_to_end()
+        nodes[0].give_up("its ranks have ended", code, False)
+        time.sleep(0.01)
+        assert nodes[1].must_signal() == is_signalled

@@ -22,10 +22,9 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.console.say import say
 from guozhuang.launch.rendezvous.agents import SILENCE_S, OtherAgents, OtherNodeError
-from guozhuang.net import interfaces
+from guozhuang.net import end_request, interfaces
 from guozhuang.net import store as stores
 from guozhuang.net.client import Client, PatientStore
-from guozhuang.net.end_request import ask_to_end
 from guozhuang.net.interfaces import LOOPBACK
 from guozhuang.net.meet import WorldStore, join, keep, tell_ended
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
@@ -293,8 +292,40 @@ class FixedRendezvous:
         # the save, which may keep the store's host busy.
         hurried = contextlib.nullcontext() if self._shared is None else self._shared.hurried()
         with contextlib.suppress(WorldError, RuntimeError), hurried:
-            return (store := self._of_ranks) is not None and not self.must_restart() and ask_to_end(store)
+            return (store := self._of_ranks) is not None and not self.must_restart() and end_request.ask_to_end(store)
         return False
+
+    def was_asked_to_end(self) -> bool:
+        """Return whether an agent, of this node or another one, has asked the ranks to save a checkpoint and to end."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone with node 0
+            return (store := self._of_ranks) is not None and end_request.is_made(store)
+        return False
+
+    def must_signal(self) -> bool:
+        """Return whether ranks that were asked to save and to end need a signal after all.
+
+        They do if they look for the request no more, it was taken back, or another node aborted for another reason or is lost.
+        """
+        try:
+            if self.must_restart():
+                return True
+        except OtherNodeError as error:
+            return not self.is_asked_end(error)
+        with contextlib.suppress(RuntimeError):  # the store may be gone with node 0, whose ranks have ended
+            return (store := self._of_ranks) is not None and not (
+                end_request.is_awaited(store) and end_request.is_made(store)
+            )
+        return False
+
+    def is_asked_end(self, error: OtherNodeError) -> bool:
+        """Return whether another node aborted the run because its ranks have saved and ended, as all ranks were asked to."""
+        return error.code == end_request.ENDED and self.was_asked_to_end()
+
+    def take_back_request(self) -> None:
+        """Take back the request that the ranks save and end, because a rank failed: other nodes send their ranks a signal."""
+        with contextlib.suppress(RuntimeError):
+            if (store := self._of_ranks) is not None:
+                end_request.take_back(store)
 
     def are_all_done(self) -> bool:
         """Report that the ranks of this node have ended with 0; return whether the ranks of all nodes have.
