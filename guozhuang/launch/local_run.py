@@ -29,7 +29,7 @@ from guozhuang.launch.rendezvous.endpoint import open_fixed
 from guozhuang.launch.rendezvous.fixed import Attempt, FixedRendezvous, NodeShare
 from guozhuang.launch.request import Request, RunReport
 from guozhuang.launch.servers import ServersError, ServersOfANode
-from guozhuang.launch.signals import SignalledError
+from guozhuang.launch.signals import RUN_FAILED, SignalledError
 from guozhuang.net.end_request import ENDED
 from guozhuang.world import versions
 
@@ -78,7 +78,9 @@ class LocalRun(NodeRun):
             except SignalledError as error:
                 if error.number == signal.SIGINT:
                     self._output.interrupted()
-                self._job.interrupt(error.number, time.monotonic(), self._ask_to_end(error))
+                has_failed = self._request.max_restarts is not None and error.number == RUN_FAILED
+                number = signal.SIGTERM if has_failed else error.number
+                self._job.interrupt(number, time.monotonic(), self._ask_to_end(error))
                 self._end_ranks()
                 self._give_up(f"its agent {error}", 128 + error.number)
                 raise

@@ -15,6 +15,10 @@ from typing import Any
 # The signals that always end a run, also if --signals-to-handle does not name them.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
+# The signal by which the launcher of several hosts ends the agents of the other hosts after a failure: their ranks get SIGTERM,
+# and are not asked to save, which they could not do without the ranks that are gone.
+RUN_FAILED = signal.SIGHUP
+
 
 class SignalledError(BaseException):
     """Raised when the agent gets a signal that ends the run; no ``Exception``, because code may suppress those."""

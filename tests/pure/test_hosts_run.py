@@ -22,6 +22,7 @@ from guozhuang.launch.hosts.run import HostsRun
 from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent
 from guozhuang.launch.options.arguments import read
 from guozhuang.launch.request import RunReport
+from guozhuang.launch.signals import RUN_FAILED
 
 
 class MadeUp(Link):
@@ -53,12 +54,22 @@ def test_a_host_whose_ranks_have_finished_gets_little_time(run: HostsRun) -> Non
 
 
 def test_only_signals_of_an_own_meaning_are_handed_on(run: HostsRun) -> None:
-    run._end(30.0, signal.SIGUSR1)
-    assert [each.signal for each in told(run)] == [signal.SIGUSR1] * 2
-    for link in run._links:
-        link.is_closed = False
-    run._end(30.0, signal.SIGINT)
-    assert told(run) == [EndAgent(30.0), EndAgent(2.0)]
+    for number, handed_on in (
+        (signal.SIGUSR1, signal.SIGUSR1),
+        (signal.SIGINT, signal.SIGTERM),
+        (RUN_FAILED, signal.SIGTERM),
+    ):
+        for link in run._links:
+            link.is_closed = False
+        run._signals[:] = [number]
+        assert run._stop() == 128 + number
+        assert told(run) == [EndAgent(30.0, handed_on), EndAgent(2.0, handed_on)]
+
+
+def test_agents_learn_that_they_end_because_of_a_failure(run: HostsRun) -> None:
+    run._links[0].is_closed, run._links[0].code = True, LOST
+    run._failures = [HostFailure(run._links[0], LOST, "was lost")]
+    assert run._fail() == LOST and run._links[1].told == EndAgent(2.0, RUN_FAILED)  # type: ignore[attr-defined]
 
 
 def test_ranks_get_as_long_as_the_user_gave_them(run: HostsRun) -> None:

@@ -31,7 +31,7 @@ from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.meeting import candidates, choose
 from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent, PauseHost
 from guozhuang.launch.request import RunReport
-from guozhuang.launch.signals import ENDING, Signals
+from guozhuang.launch.signals import ENDING, RUN_FAILED, Signals
 
 if TYPE_CHECKING:
     from guozhuang.launch.hosts.options import HostsPlan
@@ -291,7 +291,7 @@ class HostsRun:
                 break
             self._turn(0.1)
         first = min(self._failures, key=lambda failure: (not failure.is_cause, not failure.is_signal))
-        self._end(self._grace_s(_FAILED_GRACE_S))
+        self._end(self._grace_s(_FAILED_GRACE_S), RUN_FAILED)
         self.may_try_again = first.is_of_script and not self._signals
         self.failed = hosts_failure.summary(first)
         self._display.end_lines()
@@ -307,11 +307,14 @@ class HostsRun:
         return first.code
 
     def _stop(self) -> int:
-        """End all hosts after a signal to the launcher; return the exit code."""
+        """End all hosts after a signal to the launcher; return the exit code.
+
+        The agents get a signal of ``--signals-to-handle`` unchanged; for the usual signals (``ENDING``) they get SIGTERM.
+        """
         number = self._signals[0]
         name = signal.Signals(number).name
         self._display.say(f"got {name}; ending the ranks of {len(self._of_ranks)} hosts")
-        self._end(self._grace_s(_ASKED_GRACE_S), number)
+        self._end(self._grace_s(_ASKED_GRACE_S), signal.SIGTERM if number in ENDING else number)
         self._display.end_lines()
         self._report_ended()
         return 128 + number
@@ -326,12 +329,11 @@ class HostsRun:
 
         Args:
             grace_s: the grace time in seconds.
-            number: the signal that the launcher got. The agents get a signal of ``--signals-to-handle`` unchanged;
-                for the usual signals (``ENDING``) they get SIGTERM.
+            number: the signal for the agents.
         """
         self._asked_to_end = {link.node_rank for link in self._links if not link.is_closed}
         num_signals = len(self._signals)
-        self._end_these(self._of_ranks, grace_s, signal.SIGTERM if number in ENDING else number)
+        self._end_these(self._of_ranks, grace_s, number)
         # The servers end after the ranks, which may need them until then; see [Note: hosts of servers].
         self._end_these(self._of_servers, _FINISHED_GRACE_S if len(self._signals) == num_signals else 0.0)
 
