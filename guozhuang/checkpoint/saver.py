@@ -107,8 +107,12 @@ class Snapshot:
 
 @dataclass
 class _Save:
-    """One save in the background, and its outcome once its work has ended: two empty texts if the checkpoint is whole."""
+    """One save in the background, and its outcome once its work has ended: two empty texts if the checkpoint is whole.
 
+    ``number`` tells it from other saves of the same step, which there are after a restore of an older one.
+    """
+
+    number: int
     step: int
     failure: str = ""
     differ: str = ""
@@ -134,6 +138,7 @@ class Saver:
         self.folder, self.board, self._keep, self._write = folder, board, keep, write
         self._thread = SerialThread("guozhuang checkpoint")
         self._staged: dict[str, Tensor] = {}
+        self._num_saves = 0
         self._save: _Save | None = None
         self._work: SerialWork | None = None
         self._names: list[list[str]] = []  # what was posted for the last saves
@@ -156,6 +161,7 @@ class Saver:
             about: entries of the manifest.
         """
         assert not self.is_busy
+        self._num_saves += 1
         is_saved = self.board.rank == 0 or replicated
         copies = self._stage({**(shared.tensors if is_saved else {}), **own.tensors})
         snapshot = Snapshot(
@@ -164,7 +170,7 @@ class Saver:
             Flat(own.tree, {key: copies[key] for key in own.tensors}),
             about,
         )
-        save = self._save = _Save(step)
+        save = self._save = _Save(self._num_saves, step)
         self._work = self._thread.run(lambda: self._run(save, snapshot))
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -224,7 +230,7 @@ class Saver:
             took_s = time.monotonic() - began
             _log.info("saved %s in %.1f s: %s", self.folder.of(save.step), took_s, shown_size(size))
         try:
-            self.board.post(f"{save.step}/outcome", {"failure": save.failure, "differ": save.differ})
+            self.board.post(f"{save.number}/outcome", {"failure": save.failure, "differ": save.differ})
         except RuntimeError as error:  # the store is gone, and with it the other ranks
             save.failure = save.failure or str(error)
 
@@ -244,7 +250,11 @@ class Saver:
                 digests = _digests(snapshot)
         except Exception as error:
             failure = _why(error)
-        names = [f"{step}/hashes", f"{step}/outcome", *(f"{step}/written/{rank}" for rank in range(1, board.size))]
+        names = [
+            f"{save.number}/hashes",
+            f"{save.number}/outcome",
+            *(f"{save.number}/written/{rank}" for rank in range(1, board.size)),
+        ]
         self._names.append(names)
         if board.size > 1:
             kinds = {key: _kind(tensor) for key, tensor in snapshot.own.tensors.items()}
@@ -257,7 +267,7 @@ class Saver:
                 failure = _why(error)
         differ = []
         for rank in range(1, board.size):
-            told = board.read(f"{step}/written/{rank}", LIMIT_S, f"rank {rank}")
+            told = board.read(f"{save.number}/written/{rank}", LIMIT_S, f"rank {rank}")
             if told["failure"]:
                 failure = failure or f"rank {rank}: {told['failure']}"
             if told["differ"]:
@@ -274,14 +284,14 @@ class Saver:
 
     def _save_mine(self, save: _Save, snapshot: Snapshot) -> None:
         """Another rank: compare the replicas with rank 0's, and write what is this rank's own."""
-        board, step = self.board, snapshot.step
+        board = self.board
         told: dict[str, Any] = {"failure": "", "differ": [], "files": {}}
         digests: dict[str, str] = {}
         try:
             digests = _digests(snapshot)  # while rank 0 hashes its own
         except Exception as error:
             told["failure"] = _why(error)
-        theirs = board.read(f"{step}/hashes", LIMIT_S, "rank 0")
+        theirs = board.read(f"{save.number}/hashes", LIMIT_S, "rank 0")
         if not theirs["failure"] and not told["failure"]:
             try:
                 known = theirs["digests"]
@@ -292,8 +302,8 @@ class Saver:
                     told["files"] = self._write_own(snapshot, digests, known, theirs["kinds"])
             except Exception as error:
                 told["failure"] = _why(error)
-        board.post(f"{step}/written/{board.rank}", told)
-        outcome = board.read(f"{step}/outcome", 2 * LIMIT_S, "rank 0")
+        board.post(f"{save.number}/written/{board.rank}", told)
+        outcome = board.read(f"{save.number}/outcome", 2 * LIMIT_S, "rank 0")
         save.failure, save.differ = outcome["failure"], outcome["differ"]
 
     def _write_own(

@@ -12,6 +12,7 @@ import random
 import shutil
 import subprocess
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -399,3 +400,18 @@ def test_equal_tensors_of_ranks_are_written_once(tmp_path) -> None:
     manifest = verify(place.of(3))
     tree, tensors = read_part(place.of(3), manifest, "rank-1")
     assert tensors.keys() == {"rank-1/mine", "rank-1/shaped"} and tree["as_rank_0"] == {"rank-1/same": "rank-0/same"}
+
+
+def test_a_step_that_comes_again_is_saved_again(tmp_path) -> None:
+    store, place = torch.distributed.HashStore(), CheckpointFolder(tmp_path)
+    savers = [Saver(place, Board(store, rank, 2), None) for rank in range(2)]
+    for value in (1.0, 2.0):
+        for one in reversed(savers):  # rank 1 begins, and must wait for what rank 0 tells of this save
+            shared = Flat.of({"trained": [], "w": torch.full((5,), value)}, "shared")
+            one.start(3, shared, Flat.of({}, f"rank-{one.board.rank}"), True, {"ranks": 2})
+            time.sleep(0.05)
+        for one in savers:
+            one.wait()
+            assert one.outcome() == ""
+    _, tensors = read_part(place.of(3), verify(place.of(3)), "shared")
+    assert torch.equal(tensors["shared/w"], torch.full((5,), 2.0))
