@@ -24,9 +24,10 @@ from guozhuang.checkpoint.schedule import SaveTimes
 from guozhuang.checkpoint.state import Flat, TrainingState, Values, is_stateful, place
 from guozhuang.errors import CheckpointError, UsageError, explain
 from guozhuang.groups.subgroups import timeout_s
-from guozhuang.net.end_request import ENDED, EndRequest
+from guozhuang.net.end_request import EndRequest
 from guozhuang.net.store import next_part
 from guozhuang.registry import registry
+from guozhuang.watch.processes import ENDED_BY_SIGTERM
 from guozhuang.world import before_leaving, requested_checkpoint
 from guozhuang.world.torchrun import store_of_launcher
 from guozhuang.world.versions import default_store
@@ -364,7 +365,7 @@ def _end(saver: Saver) -> NoReturn:
     where = saver.folder.of(_saving.state.step)
     if place()[0] == 0 and where.is_dir():  # otherwise the log says already why it is not
         _log.warning("the run was asked to end, and %s is saved; the same command goes on from there", where)
-    raise SystemExit(ENDED)
+    raise SystemExit(ENDED_BY_SIGTERM)
 
 
 def _start(saver: Saver) -> None:

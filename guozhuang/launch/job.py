@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from guozhuang.net.end_request import ENDED
+from guozhuang.watch.processes import ENDED_BY_SIGTERM
 
 # Seconds that ranks get after Ctrl-C to return from a collective (Python handles SIGINT only then) before they get SIGTERM.
 INTERRUPT_S = 5.0
@@ -106,7 +106,7 @@ class Job:
         """Record that the process of a rank has ended, with this exit code (negative for a signal)."""
         self.living.discard(rank)
         self.codes[rank] = code
-        if code not in (0, ENDED):
+        if code not in (0, ENDED_BY_SIGTERM):
             self.signal_after_all()
 
     def interrupt(self, number: int, now: float, ranks_know: bool = False) -> None:

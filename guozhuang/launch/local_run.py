@@ -30,7 +30,7 @@ from guozhuang.launch.rendezvous.fixed import Attempt, FixedRendezvous, NodeShar
 from guozhuang.launch.request import Request, RunReport
 from guozhuang.launch.servers import ServersError, ServersOfANode
 from guozhuang.launch.signals import RUN_FAILED, SignalledError
-from guozhuang.net.end_request import ENDED
+from guozhuang.watch.processes import ENDED_BY_SIGTERM
 from guozhuang.world import versions
 
 _GRACE_S = 2.0  # seconds between SIGTERM and SIGKILL for processes that ranks left behind, such as data-loader workers
@@ -215,7 +215,7 @@ class LocalRun(NodeRun):
         """Report to the job that a rank has ended. Only its code says so if another node's agent has asked all ranks to end."""
         job, rendezvous = self._job, self._rendezvous
         assert rendezvous is not None
-        if code == ENDED and not job.failed and rendezvous.was_asked_to_end():
+        if code == ENDED_BY_SIGTERM and not job.failed and rendezvous.was_asked_to_end():
             job.stop(time.monotonic(), ranks_know=True)
         knew = job.ranks_know
         job.ended(rank, code)
@@ -291,10 +291,10 @@ class LocalRun(NodeRun):
             self._output.close()
             return RunReport(why, host=host, code=1)
         if outcome is Outcome.STOPPED:  # the agent of another node has asked the ranks to save and to end
-            elsewhere = rendezvous.give_up("its ranks were asked to save and to end", ENDED, True)
+            elsewhere = rendezvous.give_up("its ranks were asked to save and to end", ENDED_BY_SIGTERM, True)
             self._output.close()
             text = str(elsewhere or "the ranks were asked to save and to end")
-            return RunReport(text, host=host, code=ENDED, is_cause=False)
+            return RunReport(text, host=host, code=ENDED_BY_SIGTERM, is_cause=False)
         failures = self._failures(self._job.failed)
         rank = first(failures)
         failure = failures[rank]

@@ -10,7 +10,6 @@ takes the request back: the ranks cannot save without that one, and other launch
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from guozhuang.net.client import PatientStore
 from guozhuang.net.store import innermost
 
-ENDED = 128 + signal.SIGTERM  # the exit code of a rank that ends because of the request
 _AWAITED_KEY = "guozhuang/awaits end request"  # set while the ranks look for the request between their steps
 _MADE_KEY = "guozhuang/end request"
 

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import platform
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ GONE, STOPPED = "gone", "stopped"
 REACH_EACH_OTHER, SEE_EACH_OTHER, SHARE_MEMORY = ("net",), ("net", "pid"), ("net", "pid", "user")
 #: The folder in which the kernel shows its own state and that of processes.
 PROC = "/proc"
+ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the exit code of a process that ended by itself because of SIGTERM
 _STATES = {
     "Z": GONE, "X": GONE, "T": STOPPED, "t": STOPPED, "R": "running", "S": "sleeping", "I": "idle",
     "D": "in a system call that cannot be interrupted",

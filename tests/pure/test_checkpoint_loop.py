@@ -24,7 +24,8 @@ from guozhuang.checkpoint.schedule import SaveTimes
 from guozhuang.errors import CheckpointError, UsageError
 from guozhuang.launch.options.arguments import read
 from guozhuang.launch.options.plan import plan
-from guozhuang.net.end_request import ENDED, ask_to_end, is_awaited
+from guozhuang.net.end_request import ask_to_end, is_awaited
+from guozhuang.watch.processes import ENDED_BY_SIGTERM
 from guozhuang.world.requests import checkpoint_interval
 
 
@@ -489,7 +490,7 @@ def test_a_request_after_the_last_check_is_obeyed(tmp_path, monkeypatch, caplog,
         return
     with pytest.raises(SystemExit) as ended:
         script.train(batches=_Again(batches))
-    assert ended.value.code == ENDED and is_awaited(store)
+    assert ended.value.code == ENDED_BY_SIGTERM and is_awaited(store)
     assert f"asked to end, and {tmp_path / 'step-9'} is saved" in caplog.text
     monkeypatch.undo()
     requested(monkeypatch, tmp_path, "5min")

@@ -17,7 +17,7 @@ from guozhuang.launch.local_run import LocalRun
 from guozhuang.launch.rendezvous.agents import OtherNodeError
 from guozhuang.launch.request import Request
 from guozhuang.launch.signals import RUN_FAILED, SignalledError
-from guozhuang.net.end_request import ENDED
+from guozhuang.watch.processes import ENDED_BY_SIGTERM
 
 
 def agent(request: Request, was_asked: bool = True) -> Any:
@@ -32,7 +32,7 @@ def agent(request: Request, was_asked: bool = True) -> Any:
     found._rendezvous = SimpleNamespace(
         ask_to_end=lambda: True,
         was_asked_to_end=lambda: was_asked,
-        is_asked_end=lambda error: was_asked and error.code == ENDED,
+        is_asked_end=lambda error: was_asked and error.code == ENDED_BY_SIGTERM,
         take_back_request=lambda: found.said.append("taken back"),
     )
     found._ask_to_end = partial(LocalRun._ask_to_end, found)
@@ -76,8 +76,8 @@ def test_ranks_are_asked_to_save_where_they_can(
 @pytest.mark.parametrize(
     ("error", "was_asked", "is_signalled"),
     [
-        (OtherNodeError("node 1: its agent got SIGTERM", ENDED), True, False),
-        (OtherNodeError("node 1: its agent got SIGTERM", ENDED), False, True),
+        (OtherNodeError("node 1: its agent got SIGTERM", ENDED_BY_SIGTERM), True, False),
+        (OtherNodeError("node 1: its agent got SIGTERM", ENDED_BY_SIGTERM), False, True),
         (OtherNodeError("node 1: rank 3 failed first", 1), True, True),
     ],
 )
@@ -91,17 +91,17 @@ def test_ranks_that_another_agent_asked_are_left_to_end(
 def test_a_rank_that_ends_as_another_agent_asked_is_no_failure() -> None:
     here = agent(Request())
     for rank in range(3):
-        LocalRun._ended(here, rank, ENDED)
+        LocalRun._ended(here, rank, ENDED_BY_SIGTERM)
     assert here._job.turn(1.0) == [Over(Outcome.STOPPED)] and not here.said
     here = agent(Request(), was_asked=False)
     for rank in range(3):
-        LocalRun._ended(here, rank, ENDED)
+        LocalRun._ended(here, rank, ENDED_BY_SIGTERM)
     assert here._job.turn(1.0) == [Over(Outcome.RETRY)]
 
 
 def test_a_rank_that_fails_instead_of_saving_is_said_once() -> None:
     here = agent(Request())
-    for rank, code in ((0, ENDED), (1, -signal.SIGKILL), (2, 1)):
+    for rank, code in ((0, ENDED_BY_SIGTERM), (1, -signal.SIGKILL), (2, 1)):
         LocalRun._ended(here, rank, code)
     taken_back, said = here.said
     assert (

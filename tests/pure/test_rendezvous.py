@@ -15,8 +15,9 @@ from guozhuang.errors import WorldError
 from guozhuang.launch.rendezvous.agents import OtherAgents, OtherNodeError
 from guozhuang.launch.rendezvous.fixed import Attempt, FixedRendezvous, NodeShare
 from guozhuang.net.client import PatientStore, look_s
-from guozhuang.net.end_request import ENDED, EndRequest
+from guozhuang.net.end_request import EndRequest
 from guozhuang.net.meeting_point import MeetingPoint
+from guozhuang.watch.processes import ENDED_BY_SIGTERM
 from tests.ranks import free_port
 from tests.waiting import until
 
@@ -151,7 +152,7 @@ def test_a_key_of_another_agent_is_not_waited_for_when_that_one_is_gone() -> Non
     store.close()
 
 
-@pytest.mark.parametrize(("code", "is_signalled"), [(ENDED, False), (1, True)])
+@pytest.mark.parametrize(("code", "is_signalled"), [(ENDED_BY_SIGTERM, False), (1, True)])
 def test_all_nodes_know_that_the_ranks_were_asked_to_end(
     meetings: list[FixedRendezvous], pool: ThreadPoolExecutor, code: int, is_signalled: bool
 ) -> None:
@@ -164,11 +165,11 @@ def test_all_nodes_know_that_the_ranks_were_asked_to_end(
         assert nodes[1].ask_to_end() and request.is_made()
         assert nodes[1]._shared._client.limit_s == 10, "what follows has its time"
         assert nodes[0].was_asked_to_end() and not nodes[0].must_signal() and not nodes[1].must_signal()
-        if code == ENDED:
+        if code == ENDED_BY_SIGTERM:
             request.is_obeyed = True
-    assert nodes[1].must_signal() == (code != ENDED), "the ranks left their loop for another reason"
+    assert nodes[1].must_signal() == (code != ENDED_BY_SIGTERM), "the ranks left their loop for another reason"
     with request.awaited():
-        if code != ENDED:
+        if code != ENDED_BY_SIGTERM:
             nodes[0].take_back_request()
             assert nodes[1].must_signal() and not nodes[1].was_asked_to_end()
         nodes[0].give_up("its ranks have ended", code, False)

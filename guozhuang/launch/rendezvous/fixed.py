@@ -28,6 +28,7 @@ from guozhuang.net.client import Client, PatientStore
 from guozhuang.net.interfaces import LOOPBACK
 from guozhuang.net.meet import WorldStore, join, keep, tell_ended
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
+from guozhuang.watch.processes import ENDED_BY_SIGTERM
 
 STORE_S = 300.0  # timeout in seconds of one operation of a store that an agent keeps
 JOIN_FIX = (
@@ -319,7 +320,7 @@ class FixedRendezvous:
 
     def is_asked_end(self, error: OtherNodeError) -> bool:
         """Return whether another node aborted the run because its ranks have saved and ended, as all ranks were asked to."""
-        return error.code == end_request.ENDED and self.was_asked_to_end()
+        return error.code == ENDED_BY_SIGTERM and self.was_asked_to_end()
 
     def take_back_request(self) -> None:
         """Take back the request that the ranks save and end, because a rank failed: other nodes send their ranks a signal."""
