@@ -21,9 +21,8 @@ def zeros_for(group: dist.ProcessGroup) -> Callable[[int, torch.dtype, torch.dev
     own = group if isinstance(group, PythonGroup) else None
 
     def allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        empty = getattr(
-            own, "empty", None
-        )  # looked up each time: it is another one after a change of the group's ranks
+        # It is looked up each time, because it is another one after a change of the group's ranks.
+        empty = getattr(own, "empty", None)
         if empty is None or device.type != "cpu" or num_elements == 0:
             return torch.zeros(num_elements, dtype=dtype, device=device)
         flat: Tensor = empty(num_elements, dtype)

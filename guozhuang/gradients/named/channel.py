@@ -129,7 +129,6 @@ class NamedChannel:
         number, ranks, rank: see the arguments. settings: the settings of the engine.
         size: number of ranks.
         group: the group that carries most data; None if this process is no member, and after the end.
-        nan: notices NaN in gradients that are to be submitted; a member has it.
     """
 
     def __init__(
