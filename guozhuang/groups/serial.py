@@ -22,6 +22,7 @@ import heapq
 import itertools
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -210,6 +211,7 @@ class SerialWork(PendingWork):
             self._job()
         except BaseException as error:
             failed = error
+            _free_locals(error)
         self.end(failed)
         del failed  # the error's traceback refers to this frame, which would keep the job's tensors alive
 
@@ -344,3 +346,11 @@ def _work(jobs: queue.SimpleQueue[_Entry], what: str) -> None:
             error.__cause__ = failed
             work.end(error)
         del work  # frees the work's tensors before the wait for the next job
+
+
+def _free_locals(failed: BaseException) -> None:
+    """Free the variables of the ended calls in an error's traceback: these may refer to the owner of the thread."""
+    error: BaseException | None = failed
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

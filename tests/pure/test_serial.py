@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import threading
@@ -113,9 +114,22 @@ def test_urgent_jobs_go_first_and_a_failed_one_poisons_the_rest() -> None:
     end(thread)
 
 
-def test_the_thread_ends_with_the_last_reference() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_thread_ends_with_the_last_reference(fails: bool) -> None:
     thread = SerialThread("test", "exchange")
-    thread.run(lambda: None).wait()
+
+    def job(owner: SerialThread) -> None:
+        try:
+            assert owner.is_current
+            if fails:
+                raise KeyError("inner")
+        except KeyError as error:
+            raise ValueError("outer") from error
+
+    work = thread.run(functools.partial(job, thread))
+    with pytest.raises(ValueError) if fails else contextlib.nullcontext():
+        work.wait()
+    del work
     runner = thread._thread
     assert runner is not None
     del thread

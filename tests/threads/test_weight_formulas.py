@@ -144,6 +144,7 @@ def follows(rank: int, size: int, name: str, layout: str) -> None:
         assert same or plan.exchange.agree_by == "mean"  # type: ignore[attr-defined]
     ddp.train()
     go_on(range(14, 18) if isinstance(twin, Outer) else range(8, 11))
+    ddp.eval()  # waits for what is in flight: the groups are about to end
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
