@@ -25,8 +25,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("world", "data"),
     ("groups", "gradients.buckets", "weights.flat"),
     ("exchange", "sync_batch_norm"),
-    ("gradients", "weights", "optim"),  # an optimizer may bring its exchange
-    ("distributed", "data_parallel", "sharding", "parallel"),
+    ("gradients", "weights"),
+    ("parallel",),
+    ("optim",),  # an optimizer may bring its exchange, and needs norms of whole parameters
+    ("distributed", "data_parallel", "sharding"),
     ("checkpoint",),
     ("strategies",),
     ("workloads", "script"),

@@ -1,0 +1,1 @@
+"""Pipelines: a model cut into stages on several ranks, through which the microbatches of a batch go one behind the other."""
