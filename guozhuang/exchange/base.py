@@ -65,6 +65,26 @@ class Then:
         return self.work.is_completed()
 
 
+@dataclass(frozen=True)
+class Several:
+    """Started works that are waited for together.
+
+    Attributes:
+        works: the works, in the order in which they were started.
+    """
+
+    works: Sequence[Work]
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether all have ended."""
+        return all(work.is_completed() for work in self.works)
+
+
 class Exchange(ABC, Generic[State]):
     """Base class of exchanges of gradients and of weights: the methods that save and restore their state in checkpoints."""
 

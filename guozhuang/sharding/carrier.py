@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import UsageError, explain
+from ..gradients.buckets import view_in
 from ..gradients.step_reducer import StepReducer
 from .parts import Block, Layout
 
@@ -33,8 +34,9 @@ class Carrier(ABC):
     Attributes:
         blocks: this rank's blocks, in the order of :meth:`Layout.blocks_of`. ``collect`` and ``split`` may replace the list by
             finer blocks over the same elements; then ``weights`` is replaced too, and the sharded optimizer converts the state.
-        weights: the tensors that the user's optimizer steps: one 1-dimensional leaf per block over this rank's part of the flat
-            weights, padding included (its values and gradients stay zeros).
+        weights: the tensors that the user's optimizer steps: one leaf per block over this rank's part of the flat weights. It
+            has the parameter's shape if the block is whole; else it is 1-dimensional, padding included (its values and
+            gradients stay zeros).
         is_collected: whether ``collect`` was called, and neither ``publish`` nor ``skip`` after it.
         exchanging: the reducer, if the user has chosen the exchange of gradients; its state belongs to a checkpoint.
     """
@@ -157,10 +159,22 @@ class Carrier(ABC):
     def _make_blocks(self) -> None:
         self.blocks: Sequence[Block] = self.layout.blocks_of(self._rank, self._separate)
         self.weights: Sequence[nn.Parameter] = [
-            nn.Parameter(self._flats[b.bucket][b.start : b.end]) for b in self.blocks
+            nn.Parameter(self._of_block(block, self._flats[block.bucket], block.start)) for block in self.blocks
         ]
         self._held = [block.parameters for block in self.blocks]
         self._use_blocks()
+
+    def _of_block(self, block: Block, flat: Tensor, start: int) -> Tensor:
+        """Return the part of a flat tensor that belongs to a block, in the shape in which the optimizer sees the block.
+
+        Args:
+            block: one of this rank's blocks.
+            flat: 1-dimensional.
+            start: the element of ``flat`` at which the block begins.
+        """
+        if block.is_whole:
+            return view_in(flat, start, self.parameters[block.pieces[0].parameter])
+        return flat[start : start + block.num_elements]
 
     # ---- methods that a subclass defines --------------------------------------------------------------------------------
 

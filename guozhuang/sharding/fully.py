@@ -30,7 +30,7 @@ from .prepared import EqualBuffers
 from .state import is_elementwise
 
 # These optimizers keep parameters, or their shapes, in attributes, so parameters cannot be replaced by DTensors.
-_CANNOT_FOLLOW = ("LBFGS", "SparseAdam", "Adafactor")
+_CANNOT_FOLLOW = {**WHY_NOT, "Adafactor": "it keeps a sum per row and column of each weight matrix"}
 
 
 def shard_fully(
@@ -64,8 +64,8 @@ def shard_fully(
         raise UsageError(explain("there is no process group", fix="call gz.init() first, on every rank"))
     who = type(optimizer).__name__
     if who in _CANNOT_FOLLOW:
-        what = f"{who} cannot step divided weights: {WHY_NOT[who]}"
-        raise UsageError(explain(what, fix="train with the strategy ddp"))
+        what = f"{who} cannot step divided weights: {_CANNOT_FOLLOW[who]}"
+        raise UsageError(explain(what, fix=f"train with the strategy {'ddp' if who in WHY_NOT else 'sharded'}"))
     flat = [name for name, p in model.named_parameters() if p.dim() == 0]
     if flat:
         what = "fully_shard divides along the first dimension, and some parameters have none"

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils import _pytree
 from typing_extensions import override
 
-from ..exchange.base import GradientExchange
+from ..exchange.base import GradientExchange, Several, Work
 from ..gradients.buckets import Bucket, Placement, view_in
 from ..gradients.step_reducer import StepReducer
 from ..groups.allocation import zeros_for
@@ -77,11 +77,11 @@ class GatheredCarrier(Carrier):
         placement = Placement([b.parameters for b in layout.buckets], buckets, [b for b, _ in layout.places])
         # SyncBatchNorm has collectives in backward: with it, buckets sent in backward could be in another order on each rank.
         may_send_early = not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
-        method = Scatter() if exchange is None else KeepPart(exchange, layout)
+        method = Scatter(layout) if exchange is None else KeepPart(exchange, layout)
         self._reducer = StepReducer(names, parameters, placement, group, method, may_send_early)
         self.exchanging = None if exchange is None else self._reducer
         self._gatherings: list[Gathering] = []
-        self._sent: list[dist.Work | None] = [None] * len(buckets)
+        self._sent: list[Work | None] = [None] * len(buckets)
         super().__init__(names, parameters, layout, group, flats)
 
     @override
@@ -89,7 +89,7 @@ class GatheredCarrier(Carrier):
         starts = [self.layout.buckets[b.bucket].slice_of(self._rank)[0] for b in self.blocks]
         means = self._reducer.state.means
         self._block_means = [
-            means[b.bucket][b.start - start : b.end - start] for b, start in zip(self.blocks, starts, strict=True)
+            self._of_block(b, means[b.bucket], b.start - start) for b, start in zip(self.blocks, starts, strict=True)
         ]
         self._blocks_of: list[list[int]] = [[] for _ in self.layout.buckets]
         for i, block in enumerate(self.blocks):
@@ -123,8 +123,16 @@ class GatheredCarrier(Carrier):
         """Start the all-gather of a bucket's new weights, unless no parameter of it was used."""
         if self._sent[bucket] or self._unused.issuperset(self.layout.buckets[bucket].parameters):
             return
-        low, high = self.layout.buckets[bucket].slice_of(self._rank)
-        flat = self._flats[bucket]
+        layout, flat = self.layout.buckets[bucket], self._flats[bucket]
+        if layout.is_whole:  # slices of any size: each owner sends its own
+            sent = [
+                dist.broadcast(part, group=self.group, group_src=owner, async_op=True)
+                for owner, part in enumerate(flat.split(layout.slice_sizes))
+                if part.numel()
+            ]
+            self._sent[bucket] = Several([work for work in sent if work is not None])
+            return
+        low, high = layout.slice_of(self._rank)
         self._sent[bucket] = all_gather_single(flat, flat[low:high], group=self.group, async_op=True)
 
     @override
@@ -182,7 +190,7 @@ class Gathering:
         parameters: objects of the class ``nn.Parameter`` itself; they become :class:`Arriving` until the all-gather has ended.
     """
 
-    def __init__(self, work: dist.Work, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, work: Work, parameters: Sequence[nn.Parameter]) -> None:
         self._work = work
         self._parameters = parameters
         for parameter in parameters:

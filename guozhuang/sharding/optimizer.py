@@ -30,7 +30,7 @@ from ..groups.subgroups import timeout_s
 from ..optim.wrapped import WrappedOptimizer
 from ..units import listed
 from .carrier import Carrier
-from .elementwise import steps_as_torch
+from .elementwise import needs_whole_tensors, step_cost, steps_as_torch
 from .parts import Layout, Member, lay_out
 from .state import Values, apart, check_kinds, cut, regroup, signs, whole
 
@@ -55,6 +55,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self.group, self._model, self._make_carrier = group, model, make_carrier
         self._who = type(inner).__name__
         self._kinds_checked = False
+        self._are_whole = needs_whole_tensors(inner)
         # A subclass may do more in step(), such as count its calls, so its step() is called once for all blocks.
         self._steps_in_parts = steps_as_torch(type(inner))
         self.carrier: Carrier
@@ -67,6 +68,8 @@ class ShardedOptimizer(WrappedOptimizer):
     def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
         """This rank's present state: for each parameter of which it owns a part, that part's elements, 1-dimensional.
 
+        An optimizer that steps whole tensors keeps its state as it is, on the rank that owns the parameter.
+
         A copy, for inspection; ``state_dict()`` returns the state of whole parameters.
         """
         found: defaultdict[Tensor, Any] = defaultdict(dict)
@@ -75,7 +78,7 @@ class ShardedOptimizer(WrappedOptimizer):
                 into = found[self._parameters[piece.parameter]]
                 start = piece.offset - block.start
                 for key, value in self.inner.state.get(weight, {}).items():
-                    if isinstance(value, Tensor) and value.shape == weight.shape:
+                    if not block.is_whole and isinstance(value, Tensor) and value.shape == weight.shape:
                         part = value[start : start + piece.end - piece.start]
                         into[key] = torch.cat([into[key], part]) if key in into else part.clone()
                     else:
@@ -124,7 +127,7 @@ class ShardedOptimizer(WrappedOptimizer):
             self._follow_splits()
             with self._as_blocks(part):
                 self.inner.step()
-        if not self._kinds_checked:
+        if not self._kinds_checked and not self._are_whole:
             check_kinds(((w, self.inner.state.get(w, {})) for w in self.carrier.weights), self._who)
             self._kinds_checked = bool(self.inner.state)
         changed = [p for p in self._parameters if p.grad is not None]
@@ -229,7 +232,7 @@ class ShardedOptimizer(WrappedOptimizer):
         if self._signature() != self._known:
             self._rebuild()
         full = {i: loaded[p] for i, p in enumerate(self._parameters) if p in loaded}
-        lines = signs(full, self._parameters, self._who)
+        lines = signs(full, self._parameters, self._are_whole, self._who)
         agree(self.group, "the optimizer's state to load", lines, timeout_s(self.group), "load the same on every rank")
         self.carrier.skip()
         per_block = self._divide(full)
@@ -310,7 +313,10 @@ class ShardedOptimizer(WrappedOptimizer):
         position = {id(p): i for i, p in enumerate(self._model.parameters())}
         name_of = {id(p): name for name, p in self._model.named_parameters()}
         chosen = [(g, p) for g, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
-        members = [Member(p.numel(), p.dtype, p.device, g, position[id(p)]) for g, p in chosen]
+        members = [
+            Member(p.numel(), p.dtype, p.device, g, position[id(p)], self._cost(p, g) if self._are_whole else None)
+            for g, p in chosen
+        ]
         layout = lay_out(members, self.group.size())
         self._parameters = [p for _, p in chosen]
         self._index_of = {id(p): i for i, p in enumerate(self._parameters)}
@@ -318,11 +324,14 @@ class ShardedOptimizer(WrappedOptimizer):
         names = [name_of[id(p)] for p in self._parameters]
         full = {self._index_of[id(p)]: values for p, values in own.items() if id(p) in self._index_of}
         self._others = {p: values for p, values in own.items() if id(p) not in self._index_of}
-        lines = [*names, *layout.describe(), *signs(full, self._parameters, self._who)]
+        lines = [*names, *layout.describe(), *signs(full, self._parameters, self._are_whole, self._who)]
         fix = "make the optimizer the same way on every rank"
         agree(self.group, "the optimizer's parameters and state", lines, timeout_s(self.group), fix)
         self.carrier = self._make_carrier(names, self._parameters, layout)
         self._divide(full)
+
+    def _cost(self, parameter: Tensor, group: int) -> float:
+        return step_cost(self.inner, parameter, self.param_groups[group])
 
     def _whole(self) -> dict[Any, Values]:
         """Return every parameter's whole state. Every rank must call it."""
@@ -343,9 +352,9 @@ class ShardedOptimizer(WrappedOptimizer):
         self._connect(own)
 
 
-def warn_of_forgotten(model: nn.Module, optimizer: Optimizer) -> None:
+def warn_of_forgotten(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Warn of parameters that require a gradient but are in no group: they are neither averaged nor stepped."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if forgotten:
         what = f"in no group of the optimizer, so that their gradients stay each rank's own, are {listed(forgotten)}"

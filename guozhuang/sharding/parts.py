@@ -1,12 +1,19 @@
 """Assigns weights to ranks: parameters are put in buckets, buckets cut in slices, slices in blocks. No communication.
 
 A bucket is one flat tensor that holds parameters of one optimizer group, dtype and device, one after the other. Rank r
-owns the r-th of its ``num_ranks`` equal slices. The user's optimizer sees a slice as blocks: 1-dimensional
-pieces small enough that an optimizer which passes over its tensors several times finds them in the cache.
+owns the r-th of its ``num_ranks`` slices. There are two kinds of members, never in one bucket:
+ - Parameters that are stepped element by element. The slices are equal, and cut through parameters. The user's optimizer sees
+   a slice as blocks: 1-dimensional pieces small enough that an optimizer which passes over its tensors several times finds
+   them in the cache.
+ - *Whole* members, for an optimizer that needs each matrix as it is. Each has one owner, chosen so that all ranks have nearly
+   equal work: the costliest parameters first, each to the rank that has least so far (Graham, Bounds on Multiprocessing Timing
+   Anomalies, 1969: at most 4/3 of the best). A bucket holds the parameters in the order of their owners, and slices end where
+   owners change, so that a slice may be of any size, or empty. The optimizer sees one block for each parameter, in its shape.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +39,7 @@ class Member:
         device: device of the parameter.
         group: index of the parameter's group in the optimizer.
         position: the parameter's index in the model; later parameters get their gradients earlier.
+        cost: None for a parameter that is stepped element by element; for a whole one what its step costs, in any unit.
     """
 
     num_elements: int
@@ -39,6 +47,12 @@ class Member:
     device: torch.device
     group: int
     position: int
+    cost: float | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameter has one owner."""
+        return self.cost is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements [start, end) of a bucket's flat tensor, which one rank's optimizer holds as one 1-dimensional parameter.
+    """Elements [start, end) of a bucket's flat tensor, which one rank's optimizer holds as one parameter.
 
     Attributes:
         group: index of the parameter group in the optimizer.
@@ -62,6 +76,7 @@ class Block:
         start: first element, a multiple of :data:`ALIGN_ELEMENTS`.
         end: one behind the last element. Between and behind the pieces there may be padding.
         pieces: the parts of parameters in this block, in order; never empty.
+        is_whole: whether the optimizer holds the block's only parameter in its shape; else the block is 1-dimensional.
     """
 
     group: int
@@ -69,6 +84,7 @@ class Block:
     start: int
     end: int
     pieces: tuple[Piece, ...]
+    is_whole: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -92,8 +108,9 @@ class FlatBucket:
         device: device of the flat tensor.
         parameters: indices of the parameters, in flat order.
         offsets: where each parameter begins, in elements.
-        num_elements: size with all padding, a multiple of ``num_ranks * ALIGN_ELEMENTS``.
-        slice_elements: size of one rank's slice.
+        num_elements: size with all padding, a multiple of :data:`ALIGN_ELEMENTS`.
+        slice_starts: where each rank's slice begins, and last ``num_elements``.
+        is_whole: whether the parameters have one owner each, so that the slices are not equal.
     """
 
     index: int
@@ -103,7 +120,8 @@ class FlatBucket:
     parameters: tuple[int, ...]
     offsets: tuple[int, ...]
     num_elements: int
-    slice_elements: int
+    slice_starts: tuple[int, ...]
+    is_whole: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -112,7 +130,12 @@ class FlatBucket:
 
     def slice_of(self, rank: int) -> tuple[int, int]:
         """Return the range of elements that ``rank`` owns: the first one, and one behind the last."""
-        return rank * self.slice_elements, (rank + 1) * self.slice_elements
+        return self.slice_starts[rank], self.slice_starts[rank + 1]
+
+    @property
+    def slice_sizes(self) -> list[int]:
+        """The number of elements of each rank's slice."""
+        return [end - start for start, end in itertools.pairwise(self.slice_starts)]
 
 
 @dataclass(frozen=True)
@@ -162,10 +185,16 @@ class Layout:
         return [
             f"bucket {b.index} of group {b.group}: {b.num_elements} {str(b.dtype).removeprefix('torch.')}, "
             f"parameters {', '.join(map(str, b.parameters))}"
+            + (f", slices of {', '.join(map(str, b.slice_sizes))}" if b.is_whole else "")
             for b in self.buckets
         ]
 
     def _cut(self, bucket: FlatBucket, rank: int, separate: Collection[int]) -> Iterator[Block]:
+        if bucket.is_whole:
+            for piece in self.pieces_in(bucket, *bucket.slice_of(rank)):
+                end = piece.offset + aligned(piece.end)
+                yield Block(bucket.group, bucket.index, piece.offset, end, (piece,), is_whole=True)
+            return
         for start, end in self._runs(bucket, *bucket.slice_of(rank), separate):
             for low in range(start, end, self.block_elements):
                 high = min(low + self.block_elements, end)
@@ -210,36 +239,46 @@ def lay_out(
         block_elements: upper bound of a block, a multiple of :data:`ALIGN_ELEMENTS`.
     """
     assert num_ranks > 0 and block_elements > 0 and block_elements % ALIGN_ELEMENTS == 0
+    owners = _owners(members, num_ranks)
     found: list[tuple[int, tuple[int, ...]]] = []  # buckets, each with the position of its last parameter in backward
-    for group in sorted({m.group for m in members}):
-        indices = [i for i, m in enumerate(members) if m.group == group]
+    for group, is_whole in sorted({(m.group, m.is_whole) for m in members}):
+        indices = [i for i, m in enumerate(members) if (m.group, m.is_whole) == (group, is_whole)]
         indices.sort(key=lambda i: -members[i].position)
         slots = [Slot(aligned(members[i].num_elements), members[i].dtype, members[i].device) for i in indices]
         for bucket in assign(slots, range(len(slots)), Caps((cap_bytes,))):
             chosen = tuple(indices[k] for k in bucket)
             found.append((min(members[i].position for i in chosen), chosen))
     found.sort(key=lambda item: -item[0])
-    buckets = tuple(_bucket(members, num_ranks, index, chosen) for index, (_, chosen) in enumerate(found))
+    buckets = tuple(_bucket(members, owners, num_ranks, index, chosen) for index, (_, chosen) in enumerate(found))
     return Layout(num_ranks, tuple(members), buckets, block_elements)
 
 
-def _bucket(members: Sequence[Member], num_ranks: int, index: int, chosen: tuple[int, ...]) -> FlatBucket:
-    offsets, offset = [], 0
-    for i in chosen:
-        offsets.append(offset)
-        offset += aligned(members[i].num_elements)
-    slice_elements = aligned(-(-max(offset, 1) // num_ranks))
+def _owners(members: Sequence[Member], num_ranks: int) -> dict[int, int]:
+    """Return the rank that owns each whole member, by index: costliest first, each to the rank with the least so far."""
+    costs = {i: m.cost for i, m in enumerate(members) if m.cost is not None}
+    load, owners = [0.0] * num_ranks, {}
+    for i in sorted(costs, key=lambda i: (-costs[i], i)):
+        owners[i] = load.index(min(load))
+        load[owners[i]] += costs[i]
+    return owners
+
+
+def _bucket(
+    members: Sequence[Member], owners: dict[int, int], num_ranks: int, index: int, chosen: tuple[int, ...]
+) -> FlatBucket:
     first = members[chosen[0]]
-    return FlatBucket(
-        index,
-        first.group,
-        first.dtype,
-        first.device,
-        chosen,
-        tuple(offsets),
-        slice_elements * num_ranks,
-        slice_elements,
-    )
+    if first.is_whole:
+        chosen = tuple(sorted(chosen, key=lambda i: owners[i]))  # in one owner's slice the order stays
+    sizes = [aligned(members[i].num_elements) for i in chosen]
+    total = sum(sizes)
+    if first.is_whole:
+        of_rank = [sum(n for i, n in zip(chosen, sizes, strict=True) if owners[i] == r) for r in range(num_ranks)]
+    else:
+        of_rank = [aligned(-(-max(total, 1) // num_ranks))] * num_ranks
+    starts = tuple(itertools.accumulate(of_rank, initial=0))
+    offsets = tuple(itertools.accumulate(sizes, initial=0))[:-1]
+    kind = first.group, first.dtype, first.device
+    return FlatBucket(index, *kind, chosen, offsets, starts[-1], starts, first.is_whole)
 
 
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -15,15 +16,17 @@ from torch.optim import Optimizer
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange
 from ..sync_batch_norm import use_on_cpu
+from ..units import listed
 from ..weights.equal_start import broadcast_tensors, sparse_names, start_equal
 from .carrier import Carrier, arrival_of
-from .elementwise import check_elementwise
+from .elementwise import needs_whole_tensors
 from .gathered import GatheredCarrier
 from .optimizer import ShardedOptimizer, warn_of_forgotten
 from .parts import Layout
 from .shared.output_hooks import NoHook
 
 
+@overload
 def shard(
     model: nn.Module,
     optimizer: Optimizer,
@@ -32,7 +35,30 @@ def shard(
     share_weights: bool = True,
     overlap_gather: bool = True,
     exchange: GradientExchange[Any] | None = None,
-) -> tuple[nn.Module, ShardedOptimizer]:
+) -> tuple[nn.Module, ShardedOptimizer]: ...
+
+
+@overload
+def shard(
+    model: nn.Module,
+    optimizer: Sequence[Optimizer],
+    group: dist.ProcessGroup | None = None,
+    *,
+    share_weights: bool = True,
+    overlap_gather: bool = True,
+    exchange: GradientExchange[Any] | None = None,
+) -> tuple[nn.Module, tuple[ShardedOptimizer, ...]]: ...
+
+
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    group: dist.ProcessGroup | None = None,
+    *,
+    share_weights: bool = True,
+    overlap_gather: bool = True,
+    exchange: GradientExchange[Any] | None = None,
+) -> tuple[nn.Module, ShardedOptimizer | tuple[ShardedOptimizer, ...]]:
     """Let each rank of a group step its part of the weights with the user's own optimizer. Every rank must call it.
 
     All ranks get rank 0's weights. If the group is one node's shared memory and the model is on the CPU, the weights then
@@ -40,7 +66,9 @@ def shard(
 
     Args:
         model: equal on all ranks in names, shapes and dtypes; not wrapped.
-        optimizer: holds parameters of the model; acts element by element.
+        optimizer: holds parameters of the model, and acts element by element or on whole tensors (see
+            :func:`~guozhuang.sharding.elementwise.needs_whole_tensors`). Or several optimizers of which each parameter has at
+            most one, as Muon for matrices and AdamW for the rest; each steps its parameters when its own ``step`` is called.
         group: the ranks; all by default.
         share_weights: False: each rank holds all weights, also where one shared copy would be possible.
         overlap_gather: let new weights arrive while the program continues; code that reads one waits for it
@@ -49,25 +77,30 @@ def shard(
             rank then holds all weights. Gradients are sent at the step, unless the method is ``repeatable``.
 
     Returns:
-        The model itself (with SyncBatchNorm parts that work on CPU), and the optimizer to use in place of the user's.
+        The model itself (with SyncBatchNorm parts that work on CPU), and the optimizer to use in place of the user's; for
+        several a tuple of them.
 
     Raises:
-        UsageError: ``exchange`` is not a gradient exchange, the optimizer does not act element by element, or parameters
-            cannot be divided (complex, sparse gradients, several devices) or are divided already.
+        UsageError: ``exchange`` is not a gradient exchange, the optimizer acts neither element by element nor on whole
+            tensors, two optimizers hold the same parameter, or parameters cannot be divided (complex, sparse gradients, several
+            devices) or are divided already.
         MismatchError: ranks hold different models or optimizers.
     """
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise UsageError(explain("there is no process group", fix="call gz.init() first, on every rank"))
-    if isinstance(optimizer, ShardedOptimizer):
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if any(isinstance(each, ShardedOptimizer) for each in optimizers):
         what = "the model and its optimizer are prepared already"
-        raise UsageError(explain(what, value=type(optimizer).__name__, fix="hand over the user's own optimizer, once"))
+        value = [type(each).__name__ for each in optimizers]
+        raise UsageError(explain(what, value=value, fix="hand over the user's own optimizer, once"))
     if exchange is not None and not isinstance(exchange, GradientExchange):
         fix = "give an object such as Compressed(MinMax8()); exchanges of weights do not go together with sharded"
         raise UsageError(explain("exchange takes a GradientExchange", value=exchange, fix=fix))
-    check_elementwise(optimizer)
-    _check_parameters(model, optimizer)
-    warn_of_forgotten(model, optimizer)
+    for each in optimizers:
+        needs_whole_tensors(each)
+    _check_parameters(model, optimizers)
+    warn_of_forgotten(model, optimizers)
     if all(p.device.type == "cpu" for p in model.parameters()):
         model = use_on_cpu(model)
     start_equal(model, group)
@@ -87,7 +120,8 @@ def shard(
                 return SharedCarrier(model, names, parameters, layout, ranks)
         return GatheredCarrier(model, names, parameters, layout, ranks, overlap_gather, exchange)
 
-    return model, ShardedOptimizer(model, optimizer, group, make_carrier)
+    made = tuple(ShardedOptimizer(model, each, group, make_carrier) for each in optimizers)
+    return model, made[0] if isinstance(optimizer, Optimizer) else made
 
 
 class EqualBuffers:
@@ -113,9 +147,12 @@ class EqualBuffers:
         return NoHook, ()
 
 
-def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     name_of = {id(p): name for name, p in model.named_parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    if twice := sorted({name_of.get(i, "?") for i, count in Counter(map(id, held)).items() if count > 1}):
+        what = f"two of the optimizers hold {listed(twice)}"
+        raise UsageError(explain(what, fix="give each parameter to one optimizer"))
     if any(id(p) not in name_of for p in held):
         what = "the optimizer holds parameters that are not the model's"
         raise UsageError(explain(what, fix="make the optimizer from the parameters of the very model you hand over"))

@@ -43,14 +43,23 @@ class Parts:
     inner: Any = None
 
 
-def _parts(buckets: Sequence[Bucket], group: dist.ProcessGroup) -> list[Tensor]:
+def _parts(layout: Layout, group: dist.ProcessGroup) -> list[Tensor]:
     allocate = zeros_for(group)
-    return [allocate(b.flat.numel() // group.size(), b.flat.dtype, b.flat.device) for b in buckets]
+    return [allocate(b.slice_sizes[group.rank()], b.dtype, b.device) for b in layout.buckets]
 
 
 @dataclass(frozen=True)
 class Scatter(GradientExchange[Parts]):
-    """Computes the exact mean of this rank's part of each bucket. A bucket's size must be a multiple of the number of ranks."""
+    """Computes the exact mean of this rank's part of each bucket: by a reduce-scatter, if all ranks' parts are equal.
+
+    Parts of any size, those of whole parameters, are sent to their owner by each rank and summed there in the order of ranks;
+    this takes memory for a rank's part from every rank, as much as one more copy of the gradients.
+
+    Args:
+        layout: says which elements belong to this rank; its buckets are those that ``prepare`` gets.
+    """
+
+    layout: Layout
 
     @property
     @override
@@ -59,13 +68,22 @@ class Scatter(GradientExchange[Parts]):
 
     @override
     def prepare(self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: Parts | None = None) -> Parts:
-        return Parts(group, _parts(buckets, group))
+        return Parts(group, _parts(self.layout, group))
 
     @override
     def start(self, bucket: Bucket, state: Parts, step: int) -> Work:
-        mean = state.means[bucket.index]
+        mean, of_rank = state.means[bucket.index], self.layout.buckets[bucket.index]
+        size = state.group.size()
+        if of_rank.is_whole:
+            parts = torch.empty(size, mean.numel(), dtype=mean.dtype, device=mean.device)
+            takes = [mean.numel()] * size
+            sent = dist.all_to_all_single(
+                parts.view(-1), bucket.flat, takes, of_rank.slice_sizes, group=state.group, async_op=True
+            )
+            assert sent is not None
+            return Then(sent, lambda: torch.sum(parts, 0, out=mean).mul_(1.0 / size))
         work = reduce_scatter_single(mean, bucket.flat, group=state.group, async_op=True)
-        return Then(work, lambda: mean.mul_(1.0 / state.group.size()))
+        return Then(work, lambda: mean.mul_(1.0 / size))
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:
@@ -101,7 +119,7 @@ class KeepPart(AroundGradients[Parts]):
     def prepare(self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: Parts | None = None) -> Parts:
         allocate = zeros_for(group)
         copies = [Bucket(b.index, b.is_last, b.names, b.parameters, allocate=allocate) for b in buckets]
-        means, kept = _parts(buckets, group), []
+        means, kept = _parts(self.layout, group), []
         for flat_bucket, copy, mean in zip(self.layout.buckets, copies, means, strict=True):
             low, high = flat_bucket.slice_of(group.rank())
             pieces = list(self.layout.pieces_in(flat_bucket, low, high))

@@ -3,6 +3,9 @@
 A value in the state is *elementwise* if it has an element for each element of its weight; it is cut and joined like
 the weight. Every other value must be one number (or an object that is no tensor): it belongs to the whole parameter, and
 parameters may share a block only if these values are equal.
+
+A *whole* parameter has one owner, which keeps its state as the optimizer made it: tensors of any shape, in dicts, lists and
+tuples of any depth.
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import dense_stride
@@ -61,11 +66,18 @@ def regroup(old: Sequence[tuple[Block, Values]], blocks: Sequence[Block], weight
         weights: the new blocks' weights, for the shapes.
     """
     holders: dict[int, list[tuple[Block, Piece, Values]]] = {}
+    whole_ones: dict[int, Values] = {}
     for block, values in old:
         for piece in block.pieces:
-            holders.setdefault(piece.bucket, []).append((block, piece, values))
+            if block.is_whole:
+                whole_ones[piece.parameter] = values
+            else:
+                holders.setdefault(piece.bucket, []).append((block, piece, values))
     found = []
     for block, weight in zip(blocks, weights, strict=True):
+        if block.is_whole:
+            found.append(whole_ones[block.pieces[0].parameter])
+            continue
         new: Values = {}
         for source, piece, values in holders.get(block.bucket, ()):
             low, high = max(piece.offset, block.start), min(piece.offset + piece.end - piece.start, block.end)
@@ -92,6 +104,8 @@ def apart(full: Mapping[int, Values], layout: Layout, parameters: Sequence[Tenso
     """
     signs: dict[int, dict[int, str]] = {}
     for i, member in enumerate(layout.members):
+        if member.is_whole:
+            continue
         signs.setdefault(member.group, {})[i] = _sign(full.get(i, {}), parameters[i], who)
     odd: set[int] = set()
     for group in signs.values():
@@ -118,6 +132,9 @@ def cut(
     """
     found = []
     for block, weight in zip(blocks, weights, strict=True):
+        if block.is_whole:
+            found.append(copy.deepcopy(full.get(block.pieces[0].parameter, {})))
+            continue
         new: Values = {}
         for piece in block.pieces:
             parameter = parameters[piece.parameter]
@@ -145,11 +162,14 @@ def whole(
     Returns:
         For each parameter that has state: its values, with the parameter's shape, strides and device; the same on all ranks.
     """
-    known = _known_by_any(blocks, values, group)
+    in_parts = [k for k, block in enumerate(blocks) if not block.is_whole]
+    known = _known_by_any([blocks[k] for k in in_parts], [values[k] for k in in_parts], group)
     found: dict[int, Values] = {
         i: {key: value for key, (elementwise, value) in known[i].items() if not elementwise} for i in sorted(known)
     }
     for bucket in layout.buckets:
+        if bucket.is_whole:
+            continue
         kinds = sorted(
             {
                 (key, str(value))
@@ -168,7 +188,74 @@ def whole(
                     in_memory_order(new, like).copy_(flat[offset : offset + like.numel()])
                     found[i][key] = new
     # Give each parameter's values the order in which the optimizer made them.
-    return {i: {key: found[i][key] for key in known[i]} for i in found}
+    ordered = {i: {key: found[i][key] for key in known[i]} for i in found}
+    if not any(bucket.is_whole for bucket in layout.buckets):
+        return ordered
+    mine = {b.pieces[0].parameter: v for b, v in zip(blocks, values, strict=True) if b.is_whole and v}
+    of_owners = _from_owners(mine, parameters, group)
+    return {i: (ordered | of_owners)[i] for i in sorted({*ordered, *of_owners})}
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Stands for a tensor in the state of a whole parameter; its owner sends the elements."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_on_cpu: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return a new tensor without values, on the CPU or the given device."""
+        where = torch.device("cpu") if self.is_on_cpu else device
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=where)
+
+
+def _from_owners(
+    mine: Mapping[int, Values], parameters: Sequence[Tensor], group: dist.ProcessGroup
+) -> dict[int, Values]:
+    """Return the state of all whole parameters. Every rank must call it, with the state of those that it owns."""
+    tensors: dict[int, list[Tensor]] = {}
+    forms: dict[int, Any] = {}
+    for i, values in mine.items():
+        leaves, form = _pytree.tree_flatten(values)
+        sent = [_form(leaf) for leaf in leaves]
+        tensors[i] = [leaf.detach() for leaf, each in zip(leaves, sent, strict=True) if isinstance(each, _Sent)]
+        forms[i] = _pytree.tree_unflatten(sent, form)
+    everyones: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyones, forms, group=group)
+    found: dict[int, Values] = {}
+    for owner, theirs in enumerate(everyones):
+        for i in sorted(theirs):
+            device, leaves, form = parameters[i].device, *_pytree.tree_flatten(theirs[i])
+            own = iter(tensors.get(i, ()))
+            for k, leaf in enumerate(leaves):
+                if isinstance(leaf, _Sent):
+                    leaves[k] = leaf.empty(device)
+                    if owner == group.rank():
+                        leaves[k].copy_(next(own))
+                    _broadcast(leaves[k], owner, device, group)
+            found[i] = _pytree.tree_unflatten(leaves, form)
+    return found
+
+
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.numel() <= 1 and leaf.device.type == "cpu":
+        return leaf.detach().clone()
+    return _Sent(leaf.shape, dense_stride(leaf), leaf.dtype, leaf.device.type == "cpu")
+
+
+def _broadcast(tensor: Tensor, owner: int, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Send a tensor without gaps from its owner to all ranks, on the device that the group serves."""
+    if not tensor.numel():
+        return
+    flat = in_memory_order(tensor, tensor).view(torch.uint8)
+    moved = flat.to(device)
+    dist.broadcast(moved, group=group, group_src=owner)
+    if moved is not flat:
+        flat.copy_(moved)
 
 
 def _gather_flat(
@@ -227,9 +314,21 @@ def _sign(values: Values, parameter: Tensor, who: str) -> str:
     return ", ".join(parts)
 
 
-def signs(full: Mapping[int, Values], parameters: Sequence[Tensor], who: str) -> list[str]:
+def signs(full: Mapping[int, Values], parameters: Sequence[Tensor], are_whole: bool, who: str) -> list[str]:
     """Return a text for each parameter's state, with its keys, dtypes and numbers; ranks compare these texts."""
-    return [f"parameter {i}: {_sign(full[i], parameters[i], who)}" for i in sorted(full)]
+    return [
+        f"parameter {i}: {_sign_of_whole(full[i]) if are_whole else _sign(full[i], parameters[i], who)}"
+        for i in sorted(full)
+    ]
+
+
+def _sign_of_whole(values: Values) -> str:
+    leaves, form = _pytree.tree_flatten(values)
+    texts = [
+        f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) and leaf.numel() != 1 else repr(leaf)
+        for leaf in leaves
+    ]
+    return f"{form}: {', '.join(texts)}"
 
 
 def check_kinds(pairs: Iterable[tuple[Tensor, Values]], who: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from guozhuang.errors import UsageError
 from guozhuang.gradients.buckets import dense_stride, view_in
-from guozhuang.sharding.elementwise import ELEMENTWISE, check_elementwise
+from guozhuang.sharding.elementwise import ELEMENTWISE, needs_whole_tensors, step_cost
 from guozhuang.sharding.fully import repeated_blocks
 from guozhuang.sharding.gathered import Arriving, Gathering
 from guozhuang.sharding.parts import ALIGN_ELEMENTS, Layout, Member, in_memory_order, lay_out
@@ -36,6 +36,7 @@ def layouts(draw: st.DrawFn) -> Layout:
             CPU,
             draw(st.integers(0, 2)),
             position,
+            draw(st.one_of(st.none(), st.floats(0.0, 9.0))),
         )
         for size, position in zip(sizes, positions, strict=True)
     ]
@@ -54,8 +55,11 @@ def test_every_element_is_owned_once_and_blocks_stay_inside_their_slice(layout: 
             low, high = bucket.slice_of(rank)
             assert low <= block.start < block.end <= high
             assert block.start % ALIGN_ELEMENTS == 0 == block.end % ALIGN_ELEMENTS
-            assert block.num_elements <= layout.block_elements
-            assert block.group == bucket.group
+            assert block.is_whole or block.num_elements <= layout.block_elements
+            assert block.group == bucket.group and block.is_whole == bucket.is_whole
+            if block.is_whole:
+                (piece,) = block.pieces
+                assert (piece.start, piece.end) == (0, layout.members[piece.parameter].num_elements)
             for piece in block.pieces:
                 _, offset = layout.places[piece.parameter]
                 assert piece.offset == offset + piece.start
@@ -94,8 +98,19 @@ def test_buckets_come_in_the_order_in_which_gradients_are_complete(layout: Layou
     last = [min(layout.members[i].position for i in bucket.parameters) for bucket in layout.buckets]
     assert last == sorted(last, reverse=True)
     for bucket in layout.buckets:
-        kinds = {(layout.members[i].group, layout.members[i].dtype) for i in bucket.parameters}
-        assert kinds == {(bucket.group, bucket.dtype)}
+        members = [layout.members[i] for i in bucket.parameters]
+        assert {(m.group, m.dtype, m.is_whole) for m in members} == {(bucket.group, bucket.dtype, bucket.is_whole)}
+
+
+@given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=40), st.integers(1, 6))
+def test_whole_parameters_are_owned_so_that_ranks_have_nearly_equal_work(costs: list[float], num_ranks: int) -> None:
+    layout = lay_out([Member(3, torch.float32, CPU, 0, i, cost) for i, cost in enumerate(costs)], num_ranks, 64)
+    work = [sum(costs[i] for b in layout.blocks_of(r) for i in b.parameters) for r in range(num_ranks)]
+    least = max(
+        sum(costs) / num_ranks, *costs, sum(sorted(costs)[-num_ranks - 1 :][:2]) if len(costs) > num_ranks else 0
+    )
+    assert max(work) <= least * (4 / 3) + 1e-6
+    assert sum(len(layout.blocks_of(r)) for r in range(num_ranks)) == len(costs)
 
 
 def parameters_of(layout: Layout) -> list[Tensor]:
@@ -186,33 +201,59 @@ class Declared(Own):
     elementwise = True
 
 
+class Shampoo(Own):
+    whole_tensors = True
+
+    def step_cost(self, parameter: Tensor, group: Any) -> float:
+        return float(parameter.numel()) - group["lr"]
+
+
 class Denied(torch.optim.SGD):
     elementwise = False
 
 
 @pytest.mark.parametrize("name", [kind.__name__ for kind in ELEMENTWISE])
 def test_elementwise_optimizers_of_torch_are_known(name: str) -> None:
-    check_elementwise(getattr(torch.optim, name)(pair(), lr=0.1))
+    assert not needs_whole_tensors(getattr(torch.optim, name)(pair(), lr=0.1))
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "Muon", "Adafactor", "SparseAdam"])
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_others_are_refused_by_name(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name} cannot step parts of the weights: it "):
-        check_elementwise(getattr(torch.optim, name)(pair()))
+        needs_whole_tensors(getattr(torch.optim, name)(pair()))
 
 
 def test_a_users_own_class_is_believed_if_it_declares_itself() -> None:
-    check_elementwise(Renamed(pair()))
-    check_elementwise(Declared(pair(), lr=0.1))
-    with pytest.raises(UsageError, match=r"Own cannot .*declare it: Own\.elementwise = True"):
-        check_elementwise(Own(pair(), lr=0.1))
+    assert not needs_whole_tensors(Renamed(pair()))
+    assert not needs_whole_tensors(Declared(pair(), lr=0.1))
+    assert needs_whole_tensors(Shampoo(pair(), lr=0.1))
+    assert needs_whole_tensors(torch.optim.Muon(pair())) and needs_whole_tensors(torch.optim.Adafactor(pair()))
+    with pytest.raises(
+        UsageError, match=r"Own cannot .*declare it.*Own\.elementwise = True.*Own\.whole_tensors = True"
+    ):
+        needs_whole_tensors(Own(pair(), lr=0.1))
     one = Own(pair(), lr=0.1)
     one.elementwise = True  # type: ignore[attr-defined]
-    check_elementwise(one)
+    assert not needs_whole_tensors(one)
+    one.whole_tensors = True  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="elementwise = True and whole_tensors = True"):
+        needs_whole_tensors(one)
     with pytest.raises(UsageError, match="Denied declares"):
-        check_elementwise(Denied(pair(), lr=0.1))
+        needs_whole_tensors(Denied(pair(), lr=0.1))
     with pytest.raises(UsageError, match="differentiable"):
-        check_elementwise(torch.optim.SGD(pair(), lr=0.1, differentiable=True))
+        needs_whole_tensors(torch.optim.SGD(pair(), lr=0.1, differentiable=True))
+
+
+def test_the_cost_of_a_step_grows_as_its_products_do() -> None:
+    sizes = [nn.Parameter(torch.zeros(size)) for size in ((768, 768), (3072, 768), (768, 3072), (2, 4))]
+    muon = torch.optim.Muon(sizes)
+    square, tall, wide, tiny = (step_cost(muon, p, muon.param_groups[0]) for p in sizes)
+    assert tall == wide and 2.5 < tall / square < 3.5 and square / tiny > 100
+    mine = Shampoo(sizes, lr=1.0)
+    assert step_cost(mine, sizes[3], mine.param_groups[0]) == 7.0
+    mine.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(UsageError, match=r"Shampoo\.step_cost must return a finite number.*nan"):
+        step_cost(mine, sizes[3], mine.param_groups[0])
 
 
 # ---- reading waits --------------------------------------------------------------------------------------------------------

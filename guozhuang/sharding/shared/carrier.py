@@ -138,7 +138,7 @@ class SharedCarrier(Carrier):
         first = self.blocks[run.blocks[0]].start
         for i in wanted:
             block = self.blocks[i]
-            self.weights[i].grad = into[block.start - first : block.end - first]
+            self.weights[i].grad = self._of_block(block, into, block.start - first)
 
     def _take_up(self, changed: Sequence[int], digests: Sequence[int]) -> None:
         if len(set(digests)) > 1:
