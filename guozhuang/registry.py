@@ -60,6 +60,7 @@ class Registry:
         on_loader: called with each new loader; None: nothing acts there.
         has_stepped: whether an optimizer has stepped since the last pause.
         num_steps: how often optimizers have stepped.
+        data_share: the number of this rank's share of the data, and how many shares there are; None outside of a world.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,7 @@ class Registry:
         self.on_loader: Callable[[Any], None] | None = None
         self.has_stepped = False
         self.num_steps = 0
+        self.data_share: tuple[int, int] | None = None
         self._leader: weakref.ref[Any] | None = None  # the loader that pauses
         self._trained: list[
             tuple[list[weakref.ref[Any]], str]

@@ -84,7 +84,8 @@ def loader(
             ranks takes n of them.
         rank: default as in ``DistributedSampler``.
         num_replicas: number of ranks that share; default as in ``DistributedSampler``.
-        world: given instead of both; any object with ``rank`` and ``size``, such as the return value of ``init()``.
+        world: given instead of both: the return value of ``init()``, of which ranks that hold one copy of a divided model
+            together get the same batches; or any object with ``rank`` and ``size``.
         drop_last: drop this rank's last batch if it is smaller than ``batch_size``. It is independent of ``ends``.
         stride_stream: declares that the ``IterableDataset`` yields its whole stream on each rank and worker, so that each
             rank keeps every n-th sample; see ``StridedStream``. Needs ``shuffle=False``.
@@ -106,7 +107,8 @@ def loader(
         if rank is not None or num_replicas is not None:
             fix = "pass either `world` or rank and num_replicas"
             raise UsageError(explain("`world` and rank or num_replicas were both given", fix=fix))
-        rank, num_replicas = world.rank, world.size
+        # Of a world, ranks that hold one copy of the model together get the same share.
+        rank, num_replicas = getattr(world, "data_rank", world.rank), getattr(world, "data_size", world.size)
     num_replicas, rank = replica(num_replicas, rank)
     batch_size = _per_rank(batch_size, global_batch_size, num_replicas)
     if batch_size is None and drop_last:

@@ -15,6 +15,7 @@ from guozhuang.data.progress import EpochPass, Progress, check_state, whole_numb
 from guozhuang.errors import UsageError, explain, rank_table
 from guozhuang.net import client
 from guozhuang.net.store import next_part
+from guozhuang.registry import registry
 from guozhuang.units import merged, ranks_text
 
 Ends = Literal["pad", "drop", "uneven"]
@@ -212,10 +213,10 @@ class CommonLength:
     def __init__(self, sampler: DistributedSampler) -> None:
         self._sampler = sampler
         self._store: dist.Store | None = None
-        rank, size = sampler.rank, sampler.num_replicas
-        if size == 1 or not (dist.is_available() and dist.is_initialized()):
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return
-        if (rank, size) == (dist.get_rank(), dist.get_world_size()):
+        if (sampler.num_replicas, sampler.rank) == replica(None, None):
+            rank = dist.get_rank()
             self._store = next_part(dist.distributed_c10d._get_default_store(), "loaders", rank)
             self._store.set(f"length/{rank}", str(length_of(sampler.dataset)))
 
@@ -224,8 +225,8 @@ class CommonLength:
         store, self._store = self._store, None
         if store is None:
             return
-        sampler = self._sampler
-        keys = [f"length/{rank}" for rank in range(sampler.num_replicas)]
+        sampler, own = self._sampler, dist.get_rank()
+        keys = [f"length/{rank}" for rank in range(dist.get_world_size())]
         began = time.monotonic()
         while not (are_here := store.check(keys)) and time.monotonic() - began < _LENGTHS_S:
             if store.check(["decided"]):
@@ -235,14 +236,14 @@ class CommonLength:
             if missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
                 what = f"{ranks_text(missing)} made no loader like this one, so the lengths of their data were not compared"
                 fix = "make it on every rank, or for this one alone with rank=0, num_replicas=1"
-                _log.warning("%s", explain(what, rank=sampler.rank, fix=fix))
+                _log.warning("%s", explain(what, rank=own, fix=fix))
             return
         lengths = [int(text) for text in store.multi_get(keys)]
         if len(set(lengths)) == 1:
             return
-        length = {"pad": max(lengths), "drop": min(lengths), "uneven": lengths[sampler.rank]}[sampler.ends]
+        length = {"pad": max(lengths), "drop": min(lengths), "uneven": lengths[own]}[sampler.ends]
         sampler.count(length)
-        if sampler.rank == 0:
+        if own == 0:
             then = {
                 "pad": f"all count {length}, and the shorter ones give samples again",
                 "drop": f"all count {length}, and the longer ones leave samples out",
@@ -265,16 +266,17 @@ def share_size(num_samples: int, num_replicas: int, rank: int, ends: Ends) -> in
 
 
 def replica(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Return (num_replicas, rank), taking values that are None from ``torch.distributed``.
+    """Return (num_replicas, rank), taking values that are None from the world, or without one from ``torch.distributed``.
 
     Raises:
         UsageError: the rank is not below the number of ranks.
     """
     known = dist.is_available() and dist.is_initialized()
-    if num_replicas is None:
-        num_replicas = dist.get_world_size() if known else 1
-    if rank is None:
-        rank = dist.get_rank() if known else 0
+    own, shares = (dist.get_rank(), dist.get_world_size()) if known else (0, 1)
+    if known and registry.data_share is not None:
+        own, shares = registry.data_share
+    num_replicas = shares if num_replicas is None else num_replicas
+    rank = own if rank is None else rank
     num_replicas = whole_number("num_replicas", num_replicas, least=1)
     rank = whole_number("rank", rank)
     if not 0 <= rank < num_replicas:

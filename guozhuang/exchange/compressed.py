@@ -46,7 +46,7 @@ _HEADER_BYTES = 8
 _log = logging.getLogger("guozhuang")
 
 
-class Around(Protocol):
+class AroundCode(Protocol):
     """An object that changes a bucket's values before coding and after decoding; called in a background thread."""
 
     def enter(self, values: Tensor) -> bool:
@@ -274,7 +274,7 @@ class Compressed(GradientExchange[CompressedState]):
     def start(self, bucket: Bucket, state: CompressedState, step: int) -> Work:
         return self.start_around(bucket, state, step, None)
 
-    def start_around(self, bucket: Bucket, state: CompressedState, step: int, around: Around | None) -> Work:
+    def start_around(self, bucket: Bucket, state: CompressedState, step: int, around: AroundCode | None) -> Work:
         """Start the exchange like ``start``; if there are several ranks, call ``around`` before coding and after decoding."""
         if not bucket.flat.numel():
             return Done()
@@ -295,7 +295,7 @@ class Compressed(GradientExchange[CompressedState]):
             values.copy_(momentum)
 
     def _exchange(
-        self, bucket: Bucket, state: CompressedState, group: dist.ProcessGroup, step: int, around: Around | None
+        self, bucket: Bucket, state: CompressedState, group: dist.ProcessGroup, step: int, around: AroundCode | None
     ) -> None:
         memory, flat, rank = state.memory[bucket.index], numbers(bucket), group.rank()
         feedback, mean_feedback = state.feedback or (None, None)

@@ -1,1 +1,1 @@
-"""The model itself divided over ranks: pipelines, tensors, space and sequences, and their mixes."""
+"""The model itself divided among ranks: groups of a layout (``axes``), parts of parameters (``division``), ``prepare``."""

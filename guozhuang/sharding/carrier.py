@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import UsageError, explain
 from ..gradients.buckets import view_in
 from ..gradients.step_reducer import StepReducer
-from .parts import Block, Layout
+from .parts import Block, BucketLayout
 
 
 class Carrier(ABC):
@@ -32,8 +32,9 @@ class Carrier(ABC):
         flats: the weights of each bucket, 1-dimensional.
 
     Attributes:
-        blocks: this rank's blocks, in the order of :meth:`Layout.blocks_of`. ``collect`` and ``split`` may replace the list by
-            finer blocks over the same elements; then ``weights`` is replaced too, and the sharded optimizer converts the state.
+        blocks: this rank's blocks, in the order of :meth:`BucketLayout.blocks_of`. ``collect`` and ``split`` may replace the
+            list by finer blocks over the same elements; then ``weights`` is replaced too, and the sharded optimizer converts
+            the state.
         weights: the tensors that the user's optimizer steps: one leaf per block over this rank's part of the flat weights. It
             has the parameter's shape if the block is whole; else it is 1-dimensional, padding included (its values and
             gradients stay zeros).
@@ -47,7 +48,7 @@ class Carrier(ABC):
         self,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
-        layout: Layout,
+        layout: BucketLayout,
         group: dist.ProcessGroup,
         flats: Sequence[Tensor],
     ) -> None:

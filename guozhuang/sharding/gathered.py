@@ -32,7 +32,7 @@ from ..gradients.step_reducer import StepReducer
 from ..groups.allocation import zeros_for
 from ..world.versions import all_gather_single
 from .carrier import Carrier, put_back
-from .parts import Layout
+from .parts import BucketLayout
 from .scatter import KeepPart, Scatter
 
 
@@ -56,7 +56,7 @@ class GatheredCarrier(Carrier):
         model: nn.Module,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
-        layout: Layout,
+        layout: BucketLayout,
         group: dist.ProcessGroup,
         overlap_gather: bool = True,
         exchange: GradientExchange[Any] | None = None,

@@ -31,10 +31,10 @@ from ..optim.wrapped import WrappedOptimizer
 from ..units import listed
 from .carrier import Carrier
 from .elementwise import needs_whole_tensors, step_cost, steps_as_torch
-from .parts import Layout, Member, lay_out
+from .parts import BucketLayout, Member, lay_out
 from .state import Values, apart, check_kinds, cut, regroup, signs, whole
 
-MakeCarrier = Callable[[Sequence[str], Sequence[nn.Parameter], Layout], Carrier]
+MakeCarrier = Callable[[Sequence[str], Sequence[nn.Parameter], BucketLayout], Carrier]
 
 
 class ShardedOptimizer(WrappedOptimizer):

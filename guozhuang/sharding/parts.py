@@ -139,7 +139,7 @@ class FlatBucket:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """The assignment of elements to buckets, ranks and blocks; the same on all ranks.
 
     Attributes:
@@ -229,7 +229,7 @@ def lay_out(
     num_ranks: int,
     cap_bytes: int = DEFAULT_CAP_BYTES,
     block_elements: int = BLOCK_ELEMENTS,
-) -> Layout:
+) -> BucketLayout:
     """Assign the elements of parameters to buckets, ranks and blocks.
 
     Args:
@@ -250,7 +250,7 @@ def lay_out(
             found.append((min(members[i].position for i in chosen), chosen))
     found.sort(key=lambda item: -item[0])
     buckets = tuple(_bucket(members, owners, num_ranks, index, chosen) for index, (_, chosen) in enumerate(found))
-    return Layout(num_ranks, tuple(members), buckets, block_elements)
+    return BucketLayout(num_ranks, tuple(members), buckets, block_elements)
 
 
 def _owners(members: Sequence[Member], num_ranks: int) -> dict[int, int]:

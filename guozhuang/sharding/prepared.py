@@ -22,7 +22,7 @@ from .carrier import Carrier, arrival_of
 from .elementwise import needs_whole_tensors
 from .gathered import GatheredCarrier
 from .optimizer import ShardedOptimizer, warn_of_forgotten
-from .parts import Layout
+from .parts import BucketLayout
 from .shared.output_hooks import NoHook
 
 
@@ -107,7 +107,7 @@ def shard(
     model.register_forward_pre_hook(EqualBuffers(model, group))
     ranks = group
 
-    def make_carrier(names: Sequence[str], parameters: Sequence[nn.Parameter], layout: Layout) -> Carrier:
+    def make_carrier(names: Sequence[str], parameters: Sequence[nn.Parameter], layout: BucketLayout) -> Carrier:
         if (
             share_weights
             and exchange is None

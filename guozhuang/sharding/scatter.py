@@ -21,7 +21,7 @@ from ..exchange.base import GradientExchange, Then, Work
 from ..gradients.buckets import Bucket
 from ..groups.allocation import zeros_for
 from ..world.versions import reduce_scatter_single
-from .parts import Layout, in_memory_order
+from .parts import BucketLayout, in_memory_order
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Parts:
     inner: Any = None
 
 
-def _parts(layout: Layout, group: dist.ProcessGroup) -> list[Tensor]:
+def _parts(layout: BucketLayout, group: dist.ProcessGroup) -> list[Tensor]:
     allocate = zeros_for(group)
     return [allocate(b.slice_sizes[group.rank()], b.dtype, b.device) for b in layout.buckets]
 
@@ -59,7 +59,7 @@ class Scatter(GradientExchange[Parts]):
         layout: says which elements belong to this rank; its buckets are those that ``prepare`` gets.
     """
 
-    layout: Layout
+    layout: BucketLayout
 
     @property
     @override
@@ -100,7 +100,7 @@ class KeepPart(AroundGradients[Parts]):
     """
 
     inner: GradientExchange[Any]
-    layout: Layout
+    layout: BucketLayout
 
     @property
     @override

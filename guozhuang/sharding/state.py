@@ -24,7 +24,7 @@ from torch.utils import _pytree
 from ..errors import UsageError, explain
 from ..gradients.buckets import dense_stride
 from ..world.versions import all_gather_single
-from .parts import Block, Layout, Piece, in_memory_order
+from .parts import Block, BucketLayout, Piece, in_memory_order
 
 #: State of one parameter or one block, by name.
 Values: TypeAlias = dict[str, Any]
@@ -93,7 +93,7 @@ def regroup(old: Sequence[tuple[Block, Values]], blocks: Sequence[Block], weight
     return found
 
 
-def apart(full: Mapping[int, Values], layout: Layout, parameters: Sequence[Tensor], who: str) -> frozenset[int]:
+def apart(full: Mapping[int, Values], layout: BucketLayout, parameters: Sequence[Tensor], who: str) -> frozenset[int]:
     """Return the parameters that cannot share blocks: numbers in their state differ from the usual ones of their group.
 
     Args:
@@ -151,7 +151,7 @@ def cut(
 
 
 def whole(
-    layout: Layout,
+    layout: BucketLayout,
     parameters: Sequence[Tensor],
     blocks: Sequence[Block],
     values: Sequence[Values],
@@ -259,7 +259,7 @@ def _broadcast(tensor: Tensor, owner: int, device: torch.device, group: dist.Pro
 
 
 def _gather_flat(
-    layout: Layout,
+    layout: BucketLayout,
     bucket: int,
     key: str,
     dtype: torch.dtype,

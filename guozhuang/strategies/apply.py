@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,21 +18,29 @@ from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
 from guozhuang.groups.agreement import agree
 from guozhuang.groups.subgroups import timeout_s
+from guozhuang.parallel.prepare import Wishes, check_wishes
 from guozhuang.registry import registry
 from guozhuang.sharding.prepared import EqualBuffers
+from guozhuang.strategies.divided import divided
 from guozhuang.strategies.prepared import StandsForModule, warn_of_differences
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
 from guozhuang.strategies.ways import PreparedPair, Setup, wraps_in_ddp
 from guozhuang.timeline import Timeline
 from guozhuang.world import (
+    Layout,
     World,
     current,
     init,
+    lay_out,
     requested_checkpoint,
     requested_groups,
+    requested_layout,
+    requested_microbatches,
+    requested_schedule,
     requested_strategy,
     requested_timeline,
 )
+from guozhuang.world.layout import HYBRID
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
 # Arguments of DistributedDataParallel that say how gradients are grouped and awaited, but not what is computed.
@@ -50,6 +58,12 @@ def prepare(
     *,
     num_replicas: int | None = None,
     ddp_options: Mapping[str, Any] | None = None,
+    layout: str | None = None,
+    cut: Sequence[str] | None = None,
+    plan: Mapping[str, str] | None = None,
+    loss: Callable[..., Any] | None = None,
+    microbatches: int | None = None,
+    schedule: str | None = None,
 ) -> PreparedPair:
     """Prepare a plain model and its optimizer to train over the whole world. Every rank must call this.
 
@@ -67,6 +81,16 @@ def prepare(
         ddp_options: arguments of ``DistributedDataParallel`` for strategies that wrap the model in it, for example
             ``{"find_unused_parameters": True}``. Strategies that do not wrap it do without those that tell how gradients are
             grouped and awaited, and refuse others.
+        layout: how many ranks lie along each axis, as in ``"pp=2,tp=2,dp=auto"``: ``pp`` divides the model's layers, ``tp`` its
+            matrices, ``space`` images, ``sequence`` sequences, ``dp`` the batch. None: that of ``guozhuang run --layout``, else
+            all ranks lie along the strategy's own axis. A strategy that averages gradients does so along ``dp``.
+        cut: for stages of a pipeline: the names of the modules at which a new stage begins. None: chosen by measured cost.
+        plan: for divided matrices: "columns" or "rows" by patterns of module names, as in ``{"layer.*.up": "columns"}``.
+            None: the plan of the model's family.
+        loss: for ``model.step(x, y)``, which schedules other than gpipe need: ``loss(outputs, targets)``, a mean over rows.
+        microbatches: into how many parts a pipeline cuts a batch. None: that of ``guozhuang run --microbatches``, else chosen.
+        schedule: in which order a pipeline works on them: "gpipe", "1f1b", "interleaved" or "zero-bubble". None: that of
+            ``guozhuang run --schedule``, else gpipe, or with ``loss`` 1f1b.
 
     The returned model stands for yours: methods, attributes and parts are found on it under the same names, ``state_dict()``
     and ``named_parameters()`` have the same names under every strategy, and copies and pickles of it are of your module.
@@ -81,7 +105,11 @@ def prepare(
         UsageError: the name is unknown, the strategy is impossible in this world, the model
             is wrapped already or has nothing to train, or the optimizer holds parameters that the model lacks.
     """
-    prepared = prepare_unseen(model, optimizer, strategy, num_replicas=num_replicas, ddp_options=ddp_options)
+    count = requested_microbatches() if microbatches is None else microbatches
+    wishes = Wishes(cut, plan, loss, count, requested_schedule() if schedule is None else schedule)
+    prepared = prepare_unseen(
+        model, optimizer, strategy, num_replicas=num_replicas, ddp_options=ddp_options, layout=layout, wishes=wishes
+    )
     if (world := current()) is not None and world.rank == 0:
         warn_of_differences(prepared[0])
     return prepared
@@ -94,6 +122,8 @@ def prepare_unseen(
     *,
     num_replicas: int | None = None,
     ddp_options: Mapping[str, Any] | None = None,
+    layout: str | None = None,
+    wishes: Wishes | None = None,
 ) -> PreparedPair:
     """Do what :func:`prepare` does, for a trainer whose scripts see their own module alone and whose checkpoints are whole."""
     world = current()
@@ -104,6 +134,7 @@ def prepare_unseen(
     chosen = get(asked_for if asked_for is not None else DEFAULT)
     num_groups = requested_groups()
     check_groups(chosen, num_groups)
+    world = _lay_out(world, chosen, layout, is_named=strategy is not None)
     _check(model, optimizer, chosen, world, num_replicas)
     _check_ddp_options(chosen, ddp_options or {})
     _place(model, optimizer, world)
@@ -112,7 +143,11 @@ def prepare_unseen(
     if world.rank == 0:
         why = "as asked" if asked_for is not None else "the default"
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
-    found = chosen.prepare(model, optimizer, Setup(world, num_replicas, num_groups, ddp_options or {}))
+    _check_pipeline_options(world)
+    check_wishes(wishes or Wishes())
+    setup = Setup(world, num_replicas, num_groups, ddp_options or {}, wishes or Wishes())
+    apply = chosen.prepare if world.layout.model_size == 1 else divided(chosen)
+    found = apply(model, optimizer, setup)
     prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
     registry.add_trained(model, *prepared, chosen.name)
     if requested_checkpoint() is not None or registry.on_pause is not None:  # a session counts this model's steps too
@@ -127,6 +162,21 @@ def prepare_unseen(
         record_steps(*prepared, timeline)
         atexit.register(timeline.write, f"{path}.rank{world.rank}")
     return prepared
+
+
+def _lay_out(world: World, chosen: Strategy, layout: str | None, *, is_named: bool) -> World:
+    """Return the world with the layout that this training has, which is the one of the launcher unless the script names one."""
+    if layout is None and not is_named:
+        wanted = world.layout if chosen.name != HYBRID else Layout.parse(requested_layout(), HYBRID, world.size)
+    else:
+        wanted = Layout.parse(layout or requested_layout(), chosen.name, world.size)
+    if wanted != world.layout:
+        world = lay_out(wanted)
+    if any(loader.sampler.num_replicas not in (1, wanted.dp) for loader in registry.loaders):
+        what = f"gz.loader() was called before gz.prepare(), which gives the ranks {wanted.dp} shares of the data"
+        fix = "make the loader after prepare(), or give the layout to `guozhuang run --layout`"
+        raise UsageError(explain(what, value=str(wanted), rank=world.rank, fix=fix))
+    return world
 
 
 def is_prepared(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> bool:
@@ -241,6 +291,15 @@ def _check_ddp_options(chosen: Strategy, options: Mapping[str, Any]) -> None:
     if others and not wraps_in_ddp(chosen.prepare):
         what = f"strategy {chosen.name} does not wrap the model in DistributedDataParallel, so it cannot take these arguments"
         raise UsageError(explain(what, value=others, fix="leave them out, or choose a strategy such as ddp"))
+
+
+def _check_pipeline_options(world: World) -> None:
+    """Raise if the command line asks for something about a pipeline, and there is none."""
+    options = {"--microbatches": requested_microbatches(), "--schedule": requested_schedule()}
+    given = [f"{option} {value}" for option, value in options.items() if value is not None]
+    if given and world.layout.pp == 1:
+        what = f"{given[0]} is about the stages of a pipeline, and the layout {world.layout} has none"
+        raise UsageError(explain(what, fix="leave it out, or choose --strategy pipeline or a --layout with pp"))
 
 
 def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:

@@ -87,6 +87,11 @@ def _exchange(
     )
 
 
+def _divided(name: str, summary: str, source: str) -> Strategy:
+    """Return the entry of a strategy that divides the model; where the layout does not divide it, it is ddp."""
+    return Strategy(name, summary, exact=True, trains=True, one_process=False, prepare=ways.ddp, source=source)
+
+
 _ALLREDUCE = Lazy("exchange.allreduce:AllReduce")
 _QUANTIZE8 = _compressed("quantize8:MinMax8")
 _LOCAL_SGD = Lazy("exchange.local_sgd:LocalSGD", every=16)
@@ -168,6 +173,15 @@ _TABLE: dict[str, Strategy] = {
             one_process=False,
             prepare=ways.sharded_weights,
             source=papers.RAJBHANDARI_2020,
+        ),
+        _divided(
+            "pipeline", "the model's layers divided into stages; microbatches pass through them", papers.HUANG_2019
+        ),
+        _divided("tensor", "each matrix divided, with the heads of attention", papers.SHOEYBI_2019),
+        _divided("space", "each image divided, with halos from the neighbours", papers.DRYDEN_2019),
+        _divided("sequence", "each sequence divided; attention exchanges heads or blocks", papers.JACOBS_2023),
+        _divided(
+            "hybrid", "axes of --layout, such as pp=2,tp=2,dp=auto; gradients averaged along dp", papers.NARAYANAN_2021
         ),
         _exchange(
             "parameter-server",

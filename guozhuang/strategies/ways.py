@@ -25,6 +25,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.exchange import GradientExchange
 from guozhuang.groups import round_robin
 from guozhuang.groups.subgroups import timeout_s
+from guozhuang.parallel.prepare import Wishes
 from guozhuang.strategies.prepared import PreparedDataParallel, PreparedDDP, PreparedTorchDDP
 from guozhuang.world import World
 
@@ -40,12 +41,14 @@ class Setup:
         num_replicas: how many copies a strategy of one process makes; None leaves the choice to the strategy.
         num_groups: how many process groups take the buckets in turn.
         ddp_options: arguments of DistributedDataParallel, for strategies that wrap the model in it.
+        wishes: how the model is to be divided, where ``world.layout`` divides it.
     """
 
     world: World
     num_replicas: int | None = None
     num_groups: int = 1
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
+    wishes: Wishes = field(default_factory=Wishes)
 
 
 class Step(Protocol):

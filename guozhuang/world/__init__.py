@@ -10,29 +10,38 @@ from guozhuang.world import versions
 # isort: split
 from guozhuang.world.devices import backend_of_cpu_ranks
 from guozhuang.world.identity import World
+from guozhuang.world.layout import Layout
 from guozhuang.world.requests import (
     requested_backend,
     requested_checkpoint,
     requested_gloo_interface,
     requested_groups,
+    requested_layout,
+    requested_microbatches,
     requested_nccl_interface,
+    requested_schedule,
     requested_stop_on_nan,
     requested_strategy,
     requested_timeline,
 )
-from guozhuang.world.session import before_leaving, current, init, shutdown
+from guozhuang.world.session import before_leaving, current, init, lay_out, shutdown
 
 __all__ = [
+    "Layout",
     "World",
     "backend_of_cpu_ranks",
     "before_leaving",
     "current",
     "init",
+    "lay_out",
     "requested_backend",
     "requested_checkpoint",
     "requested_gloo_interface",
     "requested_groups",
+    "requested_layout",
+    "requested_microbatches",
     "requested_nccl_interface",
+    "requested_schedule",
     "requested_stop_on_nan",
     "requested_strategy",
     "requested_timeline",

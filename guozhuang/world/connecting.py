@@ -22,6 +22,7 @@ import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +36,10 @@ from guozhuang.world.requests import (
     requested_gloo_interface,
     requested_groups,
     requested_hang_timeout,
+    requested_layout,
+    requested_microbatches,
     requested_nccl_interface,
+    requested_schedule,
     requested_servers,
     requested_strategy,
 )
@@ -68,6 +72,9 @@ def settings(backend: str | None, device: str | torch.device | None) -> dict[str
         "PyTorch": torch.__version__.partition("+")[0],  # without the part that tells CPU builds from CUDA's
         "backend": _DEFAULT if backend is None and chosen.type == "cpu" else wanted.lower(),
         "--strategy": requested_strategy() or "",
+        "--layout": requested_layout() or "",
+        "--microbatches": str(requested_microbatches() or ""),
+        "--schedule": requested_schedule() or "",
         "--groups": str(requested_groups()),
         "--servers": str(servers[0] if servers else 0),
         "--hang-timeout": "" if hang_timeout is None else str(hang_timeout),
@@ -273,3 +280,17 @@ def _not_made(backend: str, error: RuntimeError, rank: int) -> WorldError:
         what = f"the ranks met, but PyTorch {torch.__version__} could not make their {backend!r} group: {error}"
         fix = newer_than_tried() or "mend what PyTorch's own error names, or try another backend (--backend gloo)"
     return WorldError(explain(what, rank=rank, fix=fix))
+
+
+def complete(identity: Identity, hosts: list[str]) -> Identity:
+    """Return ``identity`` with the fields that the environment did not give filled in from the host of each rank."""
+    from guozhuang.net.meet import places
+
+    local_rank, local_size, node_rank, num_nodes = places(hosts, identity.rank) if len(hosts) > 1 else (0, 1, 0, 1)
+    return replace(
+        identity,
+        local_rank=local_rank if identity.local_rank is None else identity.local_rank,
+        local_size=local_size if identity.local_size is None else identity.local_size,
+        node_rank=node_rank if identity.node_rank is None else identity.node_rank,
+        num_nodes=num_nodes if identity.num_nodes is None else identity.num_nodes,
+    )

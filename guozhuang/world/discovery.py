@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.world import alone, mpi, slurm, torchrun
+from guozhuang.world import mpi, slurm, torchrun
 from guozhuang.world.identity import Identity
 from guozhuang.world.variables import number
 
@@ -35,7 +35,8 @@ def discover(environ: Mapping[str, str] | None = None) -> Identity:
             if identity is not None:
                 _check_size(environ, identity)
                 return identity
-    return torchrun.read(environ) or alone.read(environ)
+    alone = Identity("alone", rank=0, size=1, local_rank=0, local_size=1, node_rank=0, num_nodes=1)
+    return torchrun.read(environ) or alone
 
 
 def _check_size(environ: Mapping[str, str], identity: Identity) -> None:

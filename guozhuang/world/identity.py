@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
+from guozhuang.world.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class World:
         device: the device on which this rank computes; a CUDA device always has its index.
         launcher: the launcher's name: "torchrun" (also ``guozhuang run``), "environment" (another program exported RANK and so
             on), "slurm" (srun), "openmpi" (its mpirun), "hydra" (mpiexec of MPICH and Intel MPI), or "alone".
+        layout: how many ranks share the batch, and how many divide the model; by default all ranks share the batch.
     """
 
     rank: int
@@ -33,6 +35,22 @@ class World:
     num_nodes: int
     device: torch.device
     launcher: str
+    layout: Layout = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        """Choose the usual layout if none is given, or one of another world that this one was made from."""
+        if self.layout is None or self.layout.size != self.size:
+            object.__setattr__(self, "layout", Layout(dp=self.size))
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's share of the data: its index on the axis ``dp``."""
+        return self.layout.coordinate(self.rank)["dp"]
+
+    @property
+    def data_size(self) -> int:
+        """How many shares of the data there are: the ranks that hold one copy of the model together get the same share."""
+        return self.layout.dp
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.world.layout import OWN_AXIS, Layout
 from guozhuang.world.variables import number
 
 #: The seconds after which a run that hangs is ended; None: never; "off": no heartbeat, so lost ranks stay unnoticed too.
@@ -41,6 +42,38 @@ def requested_groups() -> int:
         return 1
     fix = "give `guozhuang run --groups` a count of process groups, or unset it"
     return number(os.environ, "GUOZHUANG_GROUPS", at_least=1, fix=fix) or 1
+
+
+def requested_layout() -> str | None:
+    """Return the layout of ``guozhuang run --layout`` (environment GUOZHUANG_LAYOUT), as written; None if none was given."""
+    return os.environ.get("GUOZHUANG_LAYOUT", "").strip() or None
+
+
+def layout_of_environment(num_ranks: int) -> Layout:
+    """Return the layout that the environment asks for in a world of so many ranks.
+
+    Raises:
+        UsageError: the layout is of another form, or does not fit the strategy or the number of ranks.
+    """
+    text, strategy = requested_layout(), requested_strategy() or ""
+    if text is None and strategy not in OWN_AXIS:  # also for hybrid, which a script may give its layout
+        return Layout(dp=num_ranks)
+    return Layout.parse(text, strategy, num_ranks)
+
+
+def requested_microbatches() -> int | None:
+    """Return M of ``guozhuang run --microbatches M`` (environment GUOZHUANG_MICROBATCHES); None if none was given.
+
+    Raises:
+        UsageError: the variable holds no whole number of at least 1.
+    """
+    fix = "give `guozhuang run --microbatches` a count of microbatches, or unset it"
+    return number(os.environ, "GUOZHUANG_MICROBATCHES", at_least=1, fix=fix)
+
+
+def requested_schedule() -> str | None:
+    """Return the schedule of ``guozhuang run --schedule NAME`` (environment GUOZHUANG_SCHEDULE); None if none was given."""
+    return os.environ.get("GUOZHUANG_SCHEDULE", "").strip() or None
 
 
 def requested_servers() -> tuple[int, str] | None:

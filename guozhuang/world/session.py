@@ -27,7 +27,8 @@ import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
-from guozhuang.world.connecting import check_settings, check_ways, make_group, settings
+from guozhuang.registry import registry
+from guozhuang.world.connecting import check_settings, check_ways, complete, make_group, settings
 from guozhuang.world.devices import (
     BIND_DEVICES,
     backend_of_cpu_ranks,
@@ -37,7 +38,8 @@ from guozhuang.world.devices import (
     num_cuda,
 )
 from guozhuang.world.identity import Identity, World
-from guozhuang.world.requests import HangTimeout, requested_backend, requested_hang_timeout
+from guozhuang.world.layout import Layout
+from guozhuang.world.requests import HangTimeout, layout_of_environment, requested_backend, requested_hang_timeout
 from guozhuang.world.versions import default_store, newer_than_tried
 
 # Modules about launchers and stores are imported inside the functions that need them, to keep ``import guozhuang`` cheap.
@@ -138,7 +140,7 @@ def init(
     meeting.remove_note()
     cpu_backend, why = backend_of_cpu_ranks(hosts)
     check_settings(cards, identity.rank, cpu_backend)
-    identity = _complete(identity, hosts)
+    identity = complete(identity, hosts)
     chosen_backend, chosen_device = choose_own(
         backend, device, identity, hosts, [each.note for each in cards], os.environ, cpu_backend
     )
@@ -163,6 +165,14 @@ def current() -> World | None:
     if _session.world is not None and not dist.is_initialized():
         _forget()  # the user destroyed the group, and so left the world
     return _session.world
+
+
+def lay_out(layout: Layout) -> World:
+    """Lay out the ranks of the current world in another way, and return it. Loaders that are made from now on follow it."""
+    assert _session.world is not None
+    world = _session.world = replace(_session.world, layout=layout)
+    registry.data_share = (world.data_rank, world.data_size)
+    return world
 
 
 def shutdown() -> None:
@@ -241,7 +251,7 @@ def _forget() -> None:
     if isinstance(sys.excepthook, functools.partial) and sys.excepthook.func is _show_error:
         sys.excepthook = sys.excepthook.args[0]
     _restore_interfaces()
-    _session.world = None
+    _session.world = registry.data_share = None
     _session.made_group = False
     _session.before_leaving.clear()
     atexit.unregister(_leave)
@@ -284,7 +294,9 @@ def _enter(
         num_nodes=identity.num_nodes,
         device=device,
         launcher=identity.launcher,
+        layout=layout_of_environment(identity.size),
     )
+    registry.data_share = (world.data_rank, world.data_size)
     _session.world, _session.made_group = world, made_group
     _session.backend, _session.timeout_s, _session.process = backend, timeout_s, os.getpid()
     atexit.unregister(_leave)
@@ -352,7 +364,7 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     if size > 1 and has_places and given.launcher not in BIND_DEVICES:
         identity = given
     else:
-        identity = _complete(given, [each.host for each in cards])
+        identity = complete(given, [each.host for each in cards])
     _, chosen_device = choose_own(known, device, identity, [c.host for c in cards], [c.note for c in cards], os.environ)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
@@ -394,20 +406,6 @@ def _leave_meeting() -> None:
     if _session.meeting is not None:
         _session.meeting.close()
         _session.meeting = None
-
-
-def _complete(identity: Identity, hosts: list[str]) -> Identity:
-    """Return ``identity`` with the fields that the environment did not give filled in from the host of each rank."""
-    from guozhuang.net.meet import places
-
-    local_rank, local_size, node_rank, num_nodes = places(hosts, identity.rank) if len(hosts) > 1 else (0, 1, 0, 1)
-    return replace(
-        identity,
-        local_rank=local_rank if identity.local_rank is None else identity.local_rank,
-        local_size=local_size if identity.local_size is None else identity.local_size,
-        node_rank=node_rank if identity.node_rank is None else identity.node_rank,
-        num_nodes=num_nodes if identity.num_nodes is None else identity.num_nodes,
-    )
 
 
 def _set_interfaces(is_remote: bool, host: str | None) -> None:

@@ -19,14 +19,14 @@ from guozhuang.gradients.buckets import dense_stride, view_in
 from guozhuang.sharding.elementwise import ELEMENTWISE, needs_whole_tensors, step_cost
 from guozhuang.sharding.fully import repeated_blocks
 from guozhuang.sharding.gathered import Arriving, Gathering
-from guozhuang.sharding.parts import ALIGN_ELEMENTS, Layout, Member, in_memory_order, lay_out
+from guozhuang.sharding.parts import ALIGN_ELEMENTS, BucketLayout, Member, in_memory_order, lay_out
 from guozhuang.sharding.state import apart, cut, is_elementwise, regroup
 
 CPU = torch.device("cpu")
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw: st.DrawFn) -> BucketLayout:
     sizes = draw(st.lists(st.one_of(st.integers(0, 5), st.integers(6, 400)), min_size=1, max_size=12))
     positions = draw(st.permutations(range(len(sizes))))
     members = [
@@ -47,7 +47,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @given(layouts())
 @settings(deadline=None)
-def test_every_element_is_owned_once_and_blocks_stay_inside_their_slice(layout: Layout) -> None:
+def test_every_element_is_owned_once_and_blocks_stay_inside_their_slice(layout: BucketLayout) -> None:
     owners: list[list[int]] = [[0] * member.num_elements for member in layout.members]
     for rank in range(layout.num_ranks):
         for block in layout.blocks_of(rank):
@@ -71,7 +71,7 @@ def test_every_element_is_owned_once_and_blocks_stay_inside_their_slice(layout: 
 
 @given(layouts())
 @settings(deadline=None)
-def test_the_pieces_in_all_ranks_slices_are_the_parameters(layout: Layout) -> None:
+def test_the_pieces_in_all_ranks_slices_are_the_parameters(layout: BucketLayout) -> None:
     elements: list[list[int]] = [[] for _ in layout.members]
     for bucket in layout.buckets:
         for low, high in map(bucket.slice_of, range(layout.num_ranks)):
@@ -83,7 +83,7 @@ def test_the_pieces_in_all_ranks_slices_are_the_parameters(layout: Layout) -> No
 
 @given(layouts(), st.data())
 @settings(deadline=None)
-def test_separate_parameters_share_no_block(layout: Layout, data: st.DataObject) -> None:
+def test_separate_parameters_share_no_block(layout: BucketLayout, data: st.DataObject) -> None:
     separate = data.draw(st.frozensets(st.integers(0, len(layout.members) - 1)))
     for rank in range(layout.num_ranks):
         whole = {(p.parameter, e) for b in layout.blocks_of(rank) for p in b.pieces for e in range(p.start, p.end)}
@@ -94,7 +94,7 @@ def test_separate_parameters_share_no_block(layout: Layout, data: st.DataObject)
 
 @given(layouts())
 @settings(deadline=None)
-def test_buckets_come_in_the_order_in_which_gradients_are_complete(layout: Layout) -> None:
+def test_buckets_come_in_the_order_in_which_gradients_are_complete(layout: BucketLayout) -> None:
     last = [min(layout.members[i].position for i in bucket.parameters) for bucket in layout.buckets]
     assert last == sorted(last, reverse=True)
     for bucket in layout.buckets:
@@ -113,7 +113,7 @@ def test_whole_parameters_are_owned_so_that_ranks_have_nearly_equal_work(costs: 
     assert sum(len(layout.blocks_of(r)) for r in range(num_ranks)) == len(costs)
 
 
-def parameters_of(layout: Layout) -> list[Tensor]:
+def parameters_of(layout: BucketLayout) -> list[Tensor]:
     return [torch.randn(m.num_elements) for m in layout.members]
 
 
@@ -123,7 +123,7 @@ def state_like(parameter: Tensor, step: float) -> dict[str, Any]:
 
 @given(layouts(), st.data())
 @settings(deadline=None, max_examples=40)
-def test_state_survives_being_cut_and_split(layout: Layout, data: st.DataObject) -> None:
+def test_state_survives_being_cut_and_split(layout: BucketLayout, data: st.DataObject) -> None:
     parameters = parameters_of(layout)
     steps = data.draw(st.lists(st.sampled_from([None, 3.0, 4.0]), min_size=len(parameters), max_size=len(parameters)))
     full = {i: state_like(p, s) for i, (p, s) in enumerate(zip(parameters, steps, strict=True)) if s is not None}

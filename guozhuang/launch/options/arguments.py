@@ -29,6 +29,14 @@ def parser() -> argparse.ArgumentParser:
     add("-np", dest="num_ranks", metavar="N", help="How many ranks: of this node, or with -H of all hosts together.")
     add("--strategy", metavar="NAME", help="How gz.prepare spreads the training; see the README.")
     add(
+        "--layout",
+        metavar="AXES",
+        help="How ranks divide the model and the batch under gz.prepare, as in pp=2,tp=2,dp=auto; axes: pp (layers), tp "
+        "(matrices), space, sequence, dp (batch).",
+    )
+    add("--microbatches", type=int, metavar="M", help="Into how many parts a pipeline cuts a batch (default: chosen).")
+    add("--schedule", metavar="NAME", help="Order of a pipeline: gpipe, 1f1b, interleaved, zero-bubble; see the docs.")
+    add(
         "--replace-ddp",
         action="store_true",
         help="For scripts that use PyTorch alone: its DistributedDataParallel is ours, and gloo on one node is shm.",

@@ -114,6 +114,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     if found.strategy is not None:
         _check_strategy(found.strategy, num_local_ranks, most_nodes)
         variables["GUOZHUANG_STRATEGY"] = found.strategy
+    variables |= _layout(found, num_local_ranks, least_nodes, most_nodes)
     if found.replace_ddp:
         _check_replacement(found.strategy, environ)
         variables["GUOZHUANG_REPLACE_DDP"] = "1"
@@ -301,6 +302,24 @@ def _check_strategy(name: str, num_local_ranks: int, most_nodes: int) -> None:
     if strategy.one_process and num_local_ranks * most_nodes > 1:
         what = f"strategy {name!r} runs in one process, but more than one rank was asked for"
         raise UsageError(explain(what, value=f"{num_local_ranks} per node, {most_nodes} nodes", fix="give -np 1"))
+
+
+def _layout(found: argparse.Namespace, num_local_ranks: int, least_nodes: int, most_nodes: int) -> dict[str, str]:
+    """Check the options on how a model is divided, and return the variables that tell the ranks of them."""
+    from guozhuang.parallel.prepare import SCHEDULES
+    from guozhuang.world.layout import HYBRID, OWN_AXIS, Layout
+
+    if found.microbatches is not None and found.microbatches < 1:
+        what = "--microbatches is a count of parts of a batch, at least 1"
+        raise UsageError(explain(what, value=found.microbatches, fix="give 1 or more"))
+    if found.schedule is not None and found.schedule not in SCHEDULES:
+        what = "--schedule is the order in which a pipeline works"
+        raise UsageError(explain(what, value=found.schedule, fix=f"choose one of {', '.join(SCHEDULES)}"))
+    divides = found.layout is not None or found.strategy in (HYBRID, *OWN_AXIS)
+    if divides and least_nodes == most_nodes:
+        Layout.parse(found.layout, found.strategy or "", num_local_ranks * most_nodes)
+    given = {"LAYOUT": found.layout, "MICROBATCHES": found.microbatches, "SCHEDULE": found.schedule}
+    return {f"GUOZHUANG_{name}": str(value) for name, value in given.items() if value is not None}
 
 
 def _warming_up(name: str) -> list[str]:

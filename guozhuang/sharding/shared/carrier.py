@@ -22,7 +22,7 @@ from ...groups.shared_memory import SharedMemoryGroup
 from ...groups.shared_memory.program import DTYPE_OF
 from ...groups.shared_memory.segments import SharedSegments
 from ..carrier import Carrier
-from ..parts import Layout
+from ..parts import BucketLayout
 from .embedding_rows import LendingHook, embeddings_of
 from .gradients import SharedGradients, Stretch
 from .linear_gradients import PlacingHook, linear_layers_of
@@ -72,7 +72,7 @@ class SharedCarrier(Carrier):
         model: nn.Module,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
-        layout: Layout,
+        layout: BucketLayout,
         group: dist.ProcessGroup,
     ) -> None:
         found = shared_memory_of(group)

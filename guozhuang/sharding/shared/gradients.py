@@ -29,7 +29,7 @@ from ...gradients.views import HandedOut
 from ...groups.shared_memory.program import DTYPE_OF
 from ...groups.shared_memory.segments import Segment, SharedSegments
 from ...groups.shared_memory.sparse import PAGE_BYTES, Piece, add, num_pages, take
-from ..parts import Block, Layout
+from ..parts import Block, BucketLayout
 from .embedding_rows import LentGradient, RowPlace
 from .linear_gradients import GradientPlace
 from .weights import ALIGN_BYTES, SegmentPlaces
@@ -67,7 +67,7 @@ class SharedGradients:
         segments: SharedSegments,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
-        layout: Layout,
+        layout: BucketLayout,
         where: SegmentPlaces,
     ) -> None:
         self._names, self._parameters, self._layout, self._where = names, parameters, layout, where

@@ -41,7 +41,7 @@ from ...errors import UsageError, explain
 from ...gradients.buckets import view_in
 from ...groups.shared_memory.segments import PrivateView, Segment, SharedSegments
 from ..carrier import put_back
-from ..parts import Layout
+from ..parts import BucketLayout
 
 ALIGN_BYTES: Final = 1 << 16  # every bucket begins at a page boundary, also on systems with 64 KiB pages
 _FULL_LOOKS: Final = 3  # so many first steps test all pages for hidden writes: most programs make theirs in each step
@@ -57,7 +57,7 @@ class SegmentPlaces:
         num_bytes: the size of all buckets together.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: BucketLayout) -> None:
         self.bucket_starts: list[int] = []
         at = 0
         for bucket in layout.buckets:
@@ -86,7 +86,7 @@ class SharedWeights:
         segments: SharedSegments,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
-        layout: Layout,
+        layout: BucketLayout,
         where: SegmentPlaces,
     ) -> None:
         self._names, self._parameters, self._layout, self._where = names, parameters, layout, where

@@ -1,0 +1,114 @@
+"""The process groups of a layout: which ranks share the batch, and which hold one copy of the model together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import UsageError, explain
+from ..groups.subgroups import subgroup
+from ..world.layout import AXES, DATA_AXES, MODEL_AXES, Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Around:
+    """What is done around a model whose ranks work on parts of each sample, so that its callers see whole samples.
+
+    Attributes:
+        inputs: takes and returns the positional and the keyword arguments of the model: this rank's part of each.
+        outputs: takes and returns what the model has returned: whole on every rank.
+    """
+
+    inputs: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    outputs: Callable[[Any], Any]
+
+
+class Axes:
+    """The groups of a layout, as one rank sees them. Made by :func:`make_axes`.
+
+    Args:
+        layout: the layout.
+        everyone: the group of all its ranks.
+        made: the groups of several ranks, by the ranks of ``everyone`` that are in them.
+
+    Attributes:
+        layout: the layout.
+        everyone: the group of all its ranks.
+    """
+
+    def __init__(
+        self, layout: Layout, everyone: dist.ProcessGroup, made: Mapping[tuple[int, ...], dist.ProcessGroup]
+    ) -> None:
+        self.layout, self.everyone = layout, everyone
+        self._made = dict(made)
+        self._coordinate = layout.coordinate(everyone.rank())
+        self._mesh: DeviceMesh | None = None
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis."""
+        return int(getattr(self.layout, axis))
+
+    def index(self, axis: str) -> int:
+        """Return this rank's index along an axis."""
+        return self._coordinate[axis]
+
+    def ranks(self, *axes: str) -> tuple[int, ...]:
+        """Return the ranks of ``everyone``, rising, that are this rank's peers along these axes together, itself among them."""
+        return self.layout.ranks_along(axes, self.everyone.rank())
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """Return the group of this rank's peers along these axes together; None if it would have one rank.
+
+        Not collective for a single axis, for ``DATA_AXES``, ``MODEL_AXES`` and all axes; the first call for others is: every
+        member must make it.
+        """
+        ranks = self.ranks(*axes)
+        if len(ranks) == 1:
+            return None
+        if ranks not in self._made:
+            self._made[ranks] = subgroup(self.everyone, ranks)
+        return self._made[ranks]
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """A device mesh of the axes that have several ranks, outermost first, named as they are; made of these groups."""
+        if self._mesh is None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            names = [axis for axis in AXES if self.size(axis) > 1]
+            groups = [group for axis in names if (group := self.group(axis)) is not None]
+            if not groups:
+                raise UsageError(explain("a layout of one rank has no mesh", value=str(self.layout)))
+            everyone = dist.get_process_group_ranks(self.everyone)
+            ranks = torch.tensor(everyone, dtype=torch.int).view([self.size(axis) for axis in names])
+            kind = "cpu" if not torch.cuda.is_available() or "nccl" not in str(dist.get_backend(groups[0])) else "cuda"
+            given = groups[0] if len(groups) == 1 else groups
+            self._mesh = DeviceMesh.from_group(given, kind, ranks, mesh_dim_names=tuple(names))
+        return self._mesh
+
+
+def make_axes(layout: Layout, group: dist.ProcessGroup | None = None) -> Axes:
+    """Make the groups of a layout. Every rank must call it.
+
+    Axes with the same ranks share one group; no group is the default one, so that what a script does there needs no order
+    with what happens here.
+
+    Args:
+        layout: sizes whose product is the number of ranks.
+        group: the ranks; all by default.
+    """
+    everyone = dist.group.WORLD if group is None else group
+    assert everyone is not None and everyone.size() == layout.size, f"{layout} for {everyone}"
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for axes in (*((axis,) for axis in AXES), DATA_AXES, MODEL_AXES, AXES):
+        ranks = layout.ranks_along(axes, everyone.rank())
+        if len(ranks) > 1 and ranks not in made:
+            made[ranks] = subgroup(everyone, ranks)
+    return Axes(layout, everyone, made)

@@ -1,0 +1,271 @@
+"""Parameters of which each rank holds a part: how they are cut, gathered, and measured as wholes.
+
+[Note: divided parameters] A parameter is divided in two ways, and may be in both. *Cut*: the ranks of a tensor group hold
+slices of one of its dims. *Owned*: of the stages of a pipeline, those that compute with it hold it; on others it has 0 elements
+and never a gradient, so that optimizers pass over it. Either way the Parameter object stays the one that the script's optimizer
+holds. What needs whole values (norms, states, checkpoints) asks :func:`division_of`, and nothing else knows the layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import UsageError, explain
+
+_ATTRIBUTE = "_guozhuang_division"
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How this rank's part of a tensor lies in the whole one. See [Note: divided parameters].
+
+    Attributes:
+        shape: of the whole tensor.
+        dim: the dim that is cut; None if the tensor is not cut.
+        spans: which ranges of ``dim`` this rank holds, in the order in which they lie in its part.
+        group: the ranks that hold the other parts; None if the tensor is not cut.
+        owners: the ranks in ``stages`` that hold the tensor; None: all of them.
+        stages: the ranks of the pipeline; None without one.
+        everyones: the spans of each rank of ``group``, once they were asked for.
+    """
+
+    shape: torch.Size
+    dim: int | None = None
+    spans: tuple[Span, ...] = ()
+    group: dist.ProcessGroup | None = None
+    owners: tuple[int, ...] | None = None
+    stages: dist.ProcessGroup | None = None
+    everyones: list[tuple[Span, ...]] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this rank's stage holds the tensor."""
+        return self.owners is None or self.stages is None or self.stages.rank() in self.owners
+
+    @property
+    def is_first_owner(self) -> bool:
+        """Whether this rank's stage is the one that counts the tensor in sums over stages."""
+        return self.stages is None or self.stages.rank() == (self.owners or (0,))[0]
+
+    @property
+    def part_shape(self) -> torch.Size:
+        """The shape of this rank's part."""
+        if not self.is_owned:
+            return torch.Size([0])
+        if self.dim is None:
+            return self.shape
+        length = sum(stop - start for start, stop in self.spans)
+        return torch.Size([*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]])
+
+
+def division_of(tensor: Tensor) -> Division | None:
+    """Return how a parameter or buffer is divided; None if it is not."""
+    found: Division | None = getattr(tensor, _ATTRIBUTE, None)
+    return found
+
+
+def divide(parameter: nn.Parameter, dim: int, spans: Iterable[Span], group: dist.ProcessGroup | None) -> None:
+    """Keep of a parameter only some ranges of one dim, in place. Every rank of the group must call it.
+
+    Args:
+        parameter: whole and equal on all ranks of the group; its gradient, if there is one, is cut too.
+        dim: the dim that is cut.
+        spans: the ranges ``(start, stop)`` that this rank keeps, in this order; all ranks together keep everything.
+        group: the ranks that keep the rest; None if there is one rank, and then nothing is cut.
+    """
+    assert division_of(parameter) is None, "a parameter is cut once"
+    if group is None:
+        return
+    dim %= parameter.dim()
+    made = Division(parameter.shape, dim, tuple((int(start), int(stop)) for start, stop in spans), group)
+    _set(parameter, made)
+
+
+def disown(tensor: Tensor, owners: Sequence[int], stages: dist.ProcessGroup | None, *, keep: bool = False) -> None:
+    """Record which stages of a pipeline hold a tensor, and empty it on the others. Every rank of the pipeline must call it.
+
+    Args:
+        tensor: a parameter or a buffer of the model; it may be cut already.
+        owners: the ranks in ``stages`` that hold it, rising. Several hold a tied parameter.
+        stages: the ranks of the pipeline; None if there is one, and then nothing happens.
+        keep: leave the tensor as it is where it is not owned: for buffers, which the script's own forward may read.
+    """
+    if stages is None:
+        return
+    assert owners and sorted(owners) == list(owners), owners
+    known = division_of(tensor) or Division(tensor.shape)
+    made = replace(known, owners=tuple(owners), stages=stages)
+    if keep:
+        setattr(tensor, _ATTRIBUTE, made)
+    else:
+        _set(tensor, made)
+
+
+def _set(tensor: Tensor, division: Division) -> None:
+    """Reduce a tensor, and its gradient, to this rank's part; the tensor stays the same object."""
+    with torch.no_grad():
+        gradient = tensor.grad
+        tensor.grad = None
+        already = division_of(tensor)
+        cut = replace(division, dim=None, spans=(), group=None) if already is not None else division
+        tensor.data = part(tensor.data, cut)
+        if gradient is not None and division.is_owned:
+            tensor.grad = part(gradient, cut)
+    setattr(tensor, _ATTRIBUTE, division)
+
+
+def part(whole_tensor: Tensor, division: Division) -> Tensor:
+    """Return this rank's part of a whole tensor, in memory of its own; of 0 elements where another stage holds it."""
+    if not division.is_owned:
+        return whole_tensor.new_empty(0)
+    if division.dim is None:
+        return whole_tensor
+    pieces = [whole_tensor.narrow(division.dim, start, stop - start) for start, stop in division.spans]
+    return torch.cat(pieces, division.dim) if pieces else whole_tensor.narrow(division.dim, 0, 0).clone()
+
+
+def whole(tensor: Tensor, division: Division) -> Tensor:
+    """Return the whole of a tensor that is divided like a parameter. Every rank of its groups must call it.
+
+    Args:
+        tensor: this rank's part: the parameter, or a tensor of its shape such as a gradient or an optimizer's state. Where
+            another stage holds it, any tensor of the right dtype and device.
+        division: that of the parameter.
+    """
+    found = tensor.detach()
+    if division.is_owned and division.group is not None:
+        found = _joined(found, division)
+    if division.stages is not None and division.owners is not None:
+        found = found.contiguous() if division.is_owned else found.new_empty(division.shape)
+        if len(division.owners) < division.stages.size():
+            dist.broadcast(found, group=division.stages, group_src=division.owners[0])
+    return found
+
+
+def _joined(mine: Tensor, division: Division) -> Tensor:
+    """Gather the parts of all ranks of the group, which may have different lengths, and lay each where its spans say."""
+    group, dim = division.group, division.dim
+    assert group is not None and dim is not None
+    everyones = _spans_of_all(division)
+    lengths = [sum(stop - start for start, stop in spans) for spans in everyones]
+    rows = mine.movedim(dim, 0).contiguous()
+    padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group=group)
+    found = rows.new_empty((division.shape[dim], *rows.shape[1:]))
+    for spans, given in zip(everyones, parts, strict=True):
+        place = 0
+        for start, stop in spans:
+            found[start:stop] = given[place : place + stop - start]
+            place += stop - start
+    return found.movedim(0, dim).contiguous()
+
+
+def _spans_of_all(division: Division) -> list[tuple[Span, ...]]:
+    """Return the spans of each rank of the group. The first call for a parameter is collective."""
+    if not division.everyones:
+        assert division.group is not None
+        found: list[Any] = [None] * division.group.size()
+        dist.all_gather_object(found, division.spans, group=division.group)
+        division.everyones.extend(found)
+    return division.everyones
+
+
+def norms_of(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_type: float = 2.0) -> list[Tensor]:
+    """Return the norm of each whole tensor of which the ranks hold parts. Every rank must call it, with the same parameters.
+
+    Args:
+        parameters: say how the values are divided; parameters that are not divided are welcome.
+        values: this rank's part of each: the parameters themselves, their gradients, or anything of their shape. None: nothing,
+            as for a gradient that did not come, and for a parameter that another stage holds.
+        norm_type: the p of the p-norm, above 0, also ``inf``.
+
+    Returns:
+        A 0-dimensional float64 tensor each; 0 for None and for what another stage of a pipeline holds.
+    """
+    powers = _powers(parameters, values, norm_type)
+    return list(powers if math.isinf(norm_type) else powers ** (1.0 / norm_type))
+
+
+def norm_of(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all whole tensors together. Every rank must call it, with the same parameters; see :func:`norms_of`.
+
+    A tensor that several stages of a pipeline hold counts once.
+
+    Returns:
+        A 0-dimensional float64 tensor, equal on all ranks.
+    """
+    divisions = [division_of(each) for each in parameters]
+    powers = _powers(parameters, values, norm_type)
+    counts = [each is None or each.is_first_owner for each in divisions]
+    powers = powers[torch.tensor(counts, dtype=torch.bool, device=powers.device)]
+    stages = next((each.stages for each in divisions if each is not None and each.stages is not None), None)
+    total = powers.new_zeros(1)
+    if len(powers):
+        total = (powers.max() if math.isinf(norm_type) else powers.sum()).reshape(1)
+    if stages is not None:
+        total = _reduced(total, stages, norm_type)
+    return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).reshape(())
+
+
+def _powers(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_type: float) -> Tensor:
+    """Return the sum of the p-th powers, or the largest absolute value, of each whole tensor on this rank's stage."""
+    if not norm_type > 0:
+        raise UsageError(
+            explain(
+                "norm_type must be above 0 where parameters are divided among ranks", value=norm_type, fix="use 2.0"
+            )
+        )
+    device = next((value.device for value in values if value is not None), torch.device("cpu"))
+    found = torch.zeros(len(parameters), dtype=torch.float64, device=device)
+    groups: dict[dist.ProcessGroup, list[int]] = {}
+    mine: list[tuple[int, Tensor]] = []
+    for i, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
+        division = division_of(parameter)
+        if division is not None and not division.is_owned:
+            continue
+        if division is not None and division.group is not None:
+            groups.setdefault(division.group, []).append(i)
+            value = None if value is None else _counted(value, division)
+        if value is not None and value.numel():
+            mine.append((i, value.detach()))
+    if mine:
+        # In float64, because many of them are summed, and their powers could overflow.
+        norms = torch.stack([n.to(found) for n in torch._foreach_norm([v for _, v in mine], norm_type, torch.float64)])
+        places = torch.tensor([i for i, _ in mine], device=device)
+        found[places] = norms if math.isinf(norm_type) else norms**norm_type
+    for group, indices in groups.items():
+        places = torch.tensor(indices, device=device)
+        found[places] = _reduced(found[places], group, norm_type)
+    return found
+
+
+def _counted(value: Tensor, division: Division) -> Tensor:
+    """Return of this rank's part what no lower rank of the group holds too."""
+    everyones, dim = _spans_of_all(division), division.dim
+    assert division.group is not None and dim is not None
+    is_taken = torch.zeros(division.shape[dim], dtype=torch.bool)
+    for start, stop in (span for spans in everyones[: division.group.rank()] for span in spans):
+        is_taken[start:stop] = True
+    own = torch.cat([is_taken[start:stop] for start, stop in division.spans]) if division.spans else is_taken[:0]
+    return value.index_select(dim, (~own).nonzero().view(-1).to(value.device)) if bool(own.any()) else value
+
+
+def _reduced(values: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
+    """Return the sums, or the largest values, over the ranks of a group."""
+    if not math.isinf(norm_type):
+        dist.all_reduce(values, group=group)
+        return values
+    # A MAX reduction may lose a NaN, so NaN is sent as a flag.
+    sent = torch.stack([values.nan_to_num(nan=0.0, posinf=math.inf), values.isnan().to(values.dtype)])
+    dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+    return torch.where(sent[1] > 0, math.nan, sent[0])

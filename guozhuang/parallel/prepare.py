@@ -1,0 +1,160 @@
+"""Divide a model over the ranks of a layout: its matrices, its images or sequences, its layers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import UsageError, explain
+from ..weights.equal_start import start_equal
+from .axes import Around, Axes
+
+#: What a schedule of a pipeline is called. The first is the one under which the script's own loop stays as it is.
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+
+class Pipe(Protocol):
+    """A model divided into stages, as its callers see it: the whole batch in, whole outputs out, on every rank.
+
+    Attributes:
+        at_backward_end: called once on every rank when the backward through the pipe has ended, and gradients of parameters
+            that several stages hold have been added up; None: nothing is.
+    """
+
+    at_backward_end: Callable[[], None] | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward on a whole batch. Every rank of the pipeline must call it, with equal arguments."""
+        ...
+
+    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run forward, loss and backward of a whole batch, and return its mean loss, detached. Every rank must call it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """How a script or the command line wants its model divided, besides the layout.
+
+    Attributes:
+        cut: the modules, by name, at which a new stage begins; None: chosen by cost.
+        plan: how matrices are cut, by patterns of module names; None: that of the model's family.
+        loss: ``loss(outputs, targets)`` for ``model.step``; None: the script computes its loss itself.
+        num_microbatches: into how many parts a pipeline cuts a batch; None: chosen.
+        schedule: one of :data:`SCHEDULES`; None: the first, or with ``loss`` the second.
+    """
+
+    cut: Sequence[str] | None = None
+    plan: Mapping[str, str] | None = None
+    loss: Callable[..., Any] | None = None
+    num_microbatches: int | None = None
+    schedule: str | None = None
+
+
+@dataclass
+class Divided:
+    """A model whose parts are spread over the ranks of a layout.
+
+    Attributes:
+        model: the script's own module, of which this rank holds its parts.
+        axes: the groups of the layout.
+        around: what is done to its inputs before it is called and to its outputs afterwards, outermost first.
+        pipe: the pipeline that is called in place of the model; None without stages.
+    """
+
+    model: nn.Module
+    axes: Axes
+    around: list[Around] = field(default_factory=list)
+    pipe: Pipe | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward on a whole batch, which the ranks that hold one copy of it share. Each must call it."""
+        for each in self.around:
+            args, kwargs = each.inputs(args, kwargs)
+        found = (self.pipe or self.model)(*args, **kwargs)
+        for each in reversed(self.around):
+            found = each.outputs(found)
+        return found
+
+
+def check_wishes(wishes: Wishes) -> None:
+    """Raise if something is asked for that does not exist, or that does not go together.
+
+    A script may say how it wants its model cut under any layout, also one that cuts nothing.
+
+    Raises:
+        UsageError: the text names what was asked for.
+    """
+    if wishes.schedule is not None and wishes.schedule not in SCHEDULES:
+        fix = f"choose one of {', '.join(SCHEDULES)}"
+        raise UsageError(explain("a pipeline has no such schedule", value=wishes.schedule, fix=fix))
+    count = wishes.num_microbatches
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        what = "the number of microbatches is a whole number of at least 1"
+        raise UsageError(explain(what, value=count, fix="give a count, or leave it out"))
+    if wishes.schedule not in (None, "gpipe") and wishes.loss is None:
+        what = f"schedule {wishes.schedule} needs the loss of each microbatch"
+        fix = "give prepare(..., loss=loss_fn) and call model.step(x, y), or leave the schedule out"
+        raise UsageError(explain(what, value=wishes.schedule, fix=fix))
+
+
+def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
+    """Divide a model over the ranks that hold one copy of it together. Every rank must call it, with equal models.
+
+    All ranks get rank 0's weights, buffers and state of the random generator first. Matrices are divided before samples, and
+    both before layers, so that a stage is made of modules that are divided already.
+
+    Args:
+        model: whole; changed in place. Its Parameter objects stay those that an optimizer holds.
+        axes: the groups of the layout.
+        wishes: what was asked for besides the layout.
+
+    Raises:
+        UsageError: the model, the layout and the wishes do not go together; the text says which.
+    """
+    start_equal(model, axes.everyone)
+    _draw_alike(axes)
+    found = Divided(model, axes)
+    if axes.size("tp") > 1:
+        _later("tensor", "divide_tensors")(model, axes, wishes.plan)
+    for axis, name in (("space", "divide_space"), ("sequence", "divide_sequence")):
+        if axes.size(axis) > 1:
+            found.around.append(_later(axis, name)(model, axes))
+    if axes.size("pp") > 1:
+        found.pipe = _later("pipeline", "divide_pipeline")(
+            model,
+            axes,
+            cut=wishes.cut,
+            num_microbatches=wishes.num_microbatches,
+            schedule=wishes.schedule,
+            loss=wishes.loss,
+        )
+    return found
+
+
+def _later(package: str, name: str) -> Callable[..., Any]:
+    """Return a function of a package that is imported at its first use only."""
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{package}"), name)
+    except (ImportError, AttributeError):
+        what = f"this version of Guozhuang cannot divide a model by {package} yet"
+        raise UsageError(explain(what, value=name, fix="choose another layout")) from None
+    return found
+
+
+def _draw_alike(axes: Axes) -> None:
+    """Give the ranks that hold one copy of the model the same random numbers from now on: those of the first of them."""
+    group = axes.group("pp", "space", "sequence", "tp")
+    if group is None:
+        return
+    state = torch.get_rng_state()
+    device = group._device_types[0] if hasattr(group, "_device_types") and group._device_types else torch.device("cpu")
+    sent = state.to(device)
+    dist.broadcast(sent, group=group, group_src=0)
+    torch.set_rng_state(sent.cpu())

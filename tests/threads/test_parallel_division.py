@@ -1,0 +1,122 @@
+"""Divided parameters: parts and wholes, uneven and interleaved and shared ones, tied ones of several stages, their norms."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from guozhuang.errors import UsageError
+from guozhuang.parallel.axes import make_axes
+from guozhuang.parallel.division import Division, disown, divide, division_of, norm_of, norms_of, part, whole
+from guozhuang.world.layout import Layout
+
+from .ranks import run_threads
+
+# Of 12 rows: what each rank of two keeps. Uneven; slices of a packed matrix; rows that both keep.
+SPANS: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = (
+    (((0, 5),), ((5, 12),)),
+    (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12))),
+    (((0, 8),), ((4, 12),)),
+    (((0, 12),), ()),
+)
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.sin(torch.arange(1.0, 1 + math.prod(shape))).view(shape)
+
+
+def test_parts_and_wholes() -> None:
+    def on_rank(rank: int, size: int) -> None:
+        axes = make_axes(Layout(pp=2, tp=2))
+        index = axes.index("tp")
+        held = []
+        for dim in (0, 1):
+            for spans in SPANS:
+                shape = (12, 3) if dim == 0 else (3, 12)
+                parameter = nn.Parameter(values(*shape))
+                parameter.grad = values(*shape) * 2
+                divide(parameter, dim - 2, spans[index], axes.group("tp"))
+                disown(parameter, (dim,), axes.group("pp"))
+                division = division_of(parameter)
+                assert division is not None and parameter.shape == division.part_shape
+                if axes.index("pp") == dim:
+                    rows = values(*shape).movedim(dim, 0)
+                    kept = torch.cat([rows[start:stop] for start, stop in spans[index]] or [rows[:0]])
+                    torch.testing.assert_close(parameter.detach(), kept.movedim(0, dim), rtol=0, atol=0)
+                    assert parameter.grad is not None and torch.equal(parameter.grad, parameter.detach() * 2)
+                else:
+                    assert parameter.numel() == 0 and parameter.grad is None
+                assert torch.equal(whole(parameter, division), values(*shape))
+                assert torch.equal(part(values(*shape), division), parameter)
+                held.append(parameter)
+        wanted = [values(12, 3)] * 4 + [values(3, 12)] * 4
+        for norm_type in (1.0, 2.0, 3.5, math.inf):
+            found = norm_of(held, held, norm_type)
+            torch.testing.assert_close(found, torch.cat([each.reshape(-1) for each in wanted]).double().norm(norm_type))
+            each = norms_of(held, held, norm_type)
+            mine = [i for i in range(8) if i // 4 == axes.index("pp")]
+            for i in mine:
+                torch.testing.assert_close(each[i], wanted[i].double().norm(norm_type))
+        with pytest.raises(UsageError, match="above 0"):
+            norm_of(held, held, 0.0)
+
+    run_threads(on_rank, 4)
+
+
+def test_norms_count_tied_and_whole_parameters_once_and_find_nan() -> None:
+    def on_rank(rank: int, size: int) -> None:
+        stages = make_axes(Layout(pp=3)).group("pp")
+        tied, mine, gone = nn.Parameter(values(4)), nn.Parameter(values(2)), nn.Parameter(values(5))
+        disown(tied, (0, 2), stages)
+        disown(mine, (1,), stages)
+        disown(gone, (2,), stages)
+        buffer = values(3)
+        disown(buffer, (1,), stages, keep=True)
+        assert buffer.numel() == 3 and tied.numel() == (0 if rank == 1 else 4)
+        expected = torch.cat([values(4), values(2)]).double().norm()
+        torch.testing.assert_close(norm_of([tied, mine, gone], [tied, mine, None]), expected)
+        if rank == 1:
+            with torch.no_grad():
+                mine[0] = math.nan
+        assert norm_of([tied, mine], [tied, mine], math.inf).isnan()
+        assert norm_of([tied, mine], [tied, mine], 2.0).isnan()
+
+    run_threads(on_rank, 3)
+
+
+def test_nothing_is_divided_by_one_rank() -> None:
+    def on_rank(rank: int, size: int) -> None:
+        axes = make_axes(Layout(dp=2))
+        assert axes.group("tp") is None and axes.group("pp", "tp") is None
+        parameter = nn.Parameter(values(4))
+        divide(parameter, 0, ((0, 4),), axes.group("tp"))
+        disown(parameter, (0,), axes.group("pp"))
+        assert division_of(parameter) is None
+        torch.testing.assert_close(norm_of([parameter], [parameter]), values(4).double().norm())
+        assert whole(parameter, Division(parameter.shape)).equal(parameter)
+
+    run_threads(on_rank, 2)
+
+
+def test_groups_of_axes() -> None:
+    def on_rank(rank: int, size: int) -> Any:
+        axes = make_axes(Layout(pp=2, dp=2, tp=2))
+        here = torch.tensor([float(1 << rank)])
+        sums = {}
+        for names in (
+            ("pp",),
+            ("dp",),
+            ("tp",),
+            ("dp", "space", "sequence"),
+            ("pp", "space", "sequence", "tp"),
+            ("pp", "dp"),
+        ):
+            total = here.clone()
+            torch.distributed.all_reduce(total, group=axes.group(*names))
+            sums[names] = int(total) == sum(1 << peer for peer in axes.ranks(*names))
+        return sums, axes.group("dp") is axes.group("dp", "space", "sequence"), axes.index("pp"), axes.size("tp")
+
+    for rank, (sums, is_shared, stage, size) in enumerate(run_threads(on_rank, 8)):
+        assert all(sums.values()) and is_shared and stage == rank // 4 and size == 2
