@@ -18,10 +18,8 @@ from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
 from guozhuang.groups.agreement import agree
 from guozhuang.groups.subgroups import timeout_s
-from guozhuang.parallel.prepare import Wishes, check_wishes
 from guozhuang.registry import registry
 from guozhuang.sharding.prepared import EqualBuffers
-from guozhuang.strategies.divided import divided
 from guozhuang.strategies.prepared import StandsForModule, warn_of_differences
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
 from guozhuang.strategies.ways import PreparedPair, Setup, wraps_in_ddp
@@ -106,7 +104,8 @@ def prepare(
             is wrapped already or has nothing to train, or the optimizer holds parameters that the model lacks.
     """
     count = requested_microbatches() if microbatches is None else microbatches
-    wishes = Wishes(cut, plan, loss, count, requested_schedule() if schedule is None else schedule)
+    schedule = requested_schedule() if schedule is None else schedule
+    wishes = {"cut": cut, "plan": plan, "loss": loss, "num_microbatches": count, "schedule": schedule}
     prepared = prepare_unseen(
         model, optimizer, strategy, num_replicas=num_replicas, ddp_options=ddp_options, layout=layout, wishes=wishes
     )
@@ -123,7 +122,7 @@ def prepare_unseen(
     num_replicas: int | None = None,
     ddp_options: Mapping[str, Any] | None = None,
     layout: str | None = None,
-    wishes: Wishes | None = None,
+    wishes: Mapping[str, Any] | None = None,
 ) -> PreparedPair:
     """Do what :func:`prepare` does, for a trainer whose scripts see their own module alone and whose checkpoints are whole."""
     world = current()
@@ -144,10 +143,13 @@ def prepare_unseen(
         why = "as asked" if asked_for is not None else "the default"
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
     _check_pipeline_options(world)
-    check_wishes(wishes or Wishes())
-    setup = Setup(world, num_replicas, num_groups, ddp_options or {}, wishes or Wishes())
-    apply = chosen.prepare if world.layout.model_size == 1 else divided(chosen)
-    found = apply(model, optimizer, setup)
+    setup = Setup(world, num_replicas, num_groups, ddp_options or {}, wishes or {})
+    if world.layout.model_size == 1:
+        found = chosen.prepare(model, optimizer, setup)
+    else:
+        from guozhuang.strategies.divided import prepare_divided  # imported only when needed
+
+        found = prepare_divided(model, optimizer, setup, chosen)
     prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
     registry.add_trained(model, *prepared, chosen.name)
     if requested_checkpoint() is not None or registry.on_pause is not None:  # a session counts this model's steps too

@@ -9,7 +9,7 @@ are then handed to the very same reducer, by a backward from the parameters alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from ..errors import UsageError, explain
 from ..exchange import GradientExchange
 from ..parallel.axes import Axes, make_axes
 from ..parallel.division import division_of
-from ..parallel.prepare import Divided, divide_model
+from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model
 from ..world.layout import DATA_AXES
 from . import ways
 from .prepared import StandsForModule
@@ -90,17 +90,17 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def divided(chosen: Strategy) -> Callable[[nn.Module, Optimizer, Setup], tuple[nn.Module, Optimizer]]:
-    """Return what prepares a model for a layout that divides it, with ``chosen`` between the copies of the model."""
-
-    def prepare(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
-        _check_inside(chosen, setup)
-        axes = make_axes(setup.world.layout)
-        found = divide_model(model, axes, setup.wishes)
-        inside, optimizer = _inside(chosen, model, optimizer, setup, axes)
-        return PreparedParallel(found, inside), optimizer
-
-    return prepare
+def prepare_divided(
+    model: nn.Module, optimizer: Optimizer, setup: Setup, chosen: Strategy
+) -> tuple[nn.Module, Optimizer]:
+    """Prepare a model for a layout that divides it, with ``chosen`` between the copies of the model. Every rank must call it."""
+    _check_inside(chosen, setup)
+    wishes = Wishes(**setup.wishes)
+    check_wishes(wishes)
+    axes = make_axes(setup.world.layout)
+    found = divide_model(model, axes, wishes)
+    inside, optimizer = _inside(chosen, model, optimizer, setup, axes)
+    return PreparedParallel(found, inside), optimizer
 
 
 def _check_inside(chosen: Strategy, setup: Setup) -> None:

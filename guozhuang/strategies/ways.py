@@ -25,7 +25,6 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.exchange import GradientExchange
 from guozhuang.groups import round_robin
 from guozhuang.groups.subgroups import timeout_s
-from guozhuang.parallel.prepare import Wishes
 from guozhuang.strategies.prepared import PreparedDataParallel, PreparedDDP, PreparedTorchDDP
 from guozhuang.world import World
 
@@ -41,14 +40,14 @@ class Setup:
         num_replicas: how many copies a strategy of one process makes; None leaves the choice to the strategy.
         num_groups: how many process groups take the buckets in turn.
         ddp_options: arguments of DistributedDataParallel, for strategies that wrap the model in it.
-        wishes: how the model is to be divided, where ``world.layout`` divides it.
+        wishes: how the model is to be divided, where ``world.layout`` divides it: the arguments of ``parallel.prepare.Wishes``.
     """
 
     world: World
     num_replicas: int | None = None
     num_groups: int = 1
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
-    wishes: Wishes = field(default_factory=Wishes)
+    wishes: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Step(Protocol):
