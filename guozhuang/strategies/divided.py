@@ -93,7 +93,7 @@ def _nothing() -> Iterator[None]:
 def prepare_divided(
     model: nn.Module, optimizer: Optimizer, setup: Setup, chosen: Strategy
 ) -> tuple[nn.Module, Optimizer]:
-    """Prepare a model for a layout that divides it, with ``chosen`` between the copies of the model. Every rank must call it."""
+    """Prepare a model for a layout that divides it, with ``chosen`` between its copies. Every rank must call it."""
     _check_inside(chosen, setup)
     wishes = Wishes(**setup.wishes)
     check_wishes(wishes)
