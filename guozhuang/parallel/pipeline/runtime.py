@@ -1,0 +1,324 @@
+"""The engine of a pipeline: carries out one rank's list of actions with its stages, for every schedule and for halves of one.
+
+[Note: what lives how long] From the forward of a microbatch in a stage until its backward there, the engine keeps what the
+stage received, what it sent and, in the last stage, its result; autograd's graph between them hangs on these. So activations
+of as many microbatches are held as the schedule has in flight. Gradients that come back are handed to autograd at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from guozhuang.errors import MismatchError, explain
+
+from .schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, PipelineSchedule, chain, make_schedule, simulate
+from .transfers import ACTIVATIONS, CONCLUSION, GRADIENTS, StageMessage, StageTransfers, shapes_of
+
+#: Returns where the backward of a microbatch begins, from its number and the last stage's result: tensors and their gradients.
+Seeds = Callable[[int, Any], tuple[Sequence[Tensor], Sequence[Tensor | None]]]
+
+
+class StageResult(Protocol):
+    """What the forward of a stage returns.
+
+    Attributes:
+        sends: by destination stage what is sent there; the same destinations each time.
+        result: the model's output, or what is to be made of it; of the last stage only.
+    """
+
+    sends: Mapping[int, Sequence[Tensor | None]]
+    result: Any
+
+
+class RunsForward(Protocol):
+    """A stage, as far as the engine knows it."""
+
+    def forward(self, microbatch: Any, received: dict[int, list[Tensor | None]]) -> StageResult:
+        """Compute one microbatch.
+
+        Args:
+            microbatch: its inputs, as they were given to :meth:`PipelineRuntime.begin`.
+            received: by source stage what that stage sent. Tensors that required a gradient there require one here.
+        """
+        ...
+
+
+class WeightsLater(Protocol):
+    """What a runtime of a schedule with divided backwards needs: see ``weights.py``."""
+
+    def of(self, place: tuple[int, int]) -> Any:
+        """Return a context in which products of a (stage, microbatch) leave the gradients of their weights for later."""
+        ...
+
+    def compute(self, place: tuple[int, int]) -> None:
+        """Compute the gradients of weights that were left for later in a (stage, microbatch)."""
+        ...
+
+
+@dataclass
+class _InFlight:
+    """One microbatch in one stage between its forward and its backward. See [Note: what lives how long]."""
+
+    sends: Mapping[int, Sequence[Tensor | None]]
+    result: Any
+    arrived: dict[int, list[Tensor | None]]
+    gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+
+class _Entrance(torch.autograd.Function):
+    """Hands received tensors to a stage as if they were computed, so that it may change them; takes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, told: tuple[_InFlight, list[tuple[int, int]]]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.told = told
+        held, places = told
+        tensors = [held.arrived[source][i] for source, i in places]
+        return tuple(tensor.detach() for tensor in tensors if tensor is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        held, places = ctx.told
+        held.gradients.update((place, g) for place, g in zip(places, gradients, strict=True) if g is not None)
+        return None, None
+
+
+class PipelineRuntime:
+    """Carries out the actions of one rank of a pipeline. Every rank of the group must construct it, with equal arguments.
+
+    Args:
+        group: the ranks of the pipeline.
+        stages: this rank's stages by their numbers; stage s is on rank s modulo the number of ranks.
+        schedule: the name of the schedule.
+        stages_per_rank: number of stages of each rank.
+        edges: pairs of stages (source, destination), of all ranks: the second one needs outputs of the first. None: each needs
+            those of the stage before it.
+        device: where received tensors are put.
+        weights: leaves gradients of weights for later; needed by schedules with divided backwards only.
+
+    Attributes:
+        most_in_flight: of how many microbatches this rank has held activations at most.
+        transfers: the messages of this rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        stages: Mapping[int, RunsForward],
+        schedule: str,
+        stages_per_rank: int = 1,
+        edges: Iterable[tuple[int, int]] | None = None,
+        device: torch.device | str = "cpu",
+        weights: WeightsLater | None = None,
+    ) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.stages, self._name, self._stages_per_rank = dict(stages), schedule, stages_per_rank
+        self.num_stages = self.size * stages_per_rank
+        edges = chain(self.num_stages) if edges is None else frozenset(edges)
+        self.edges = edges
+        self.sources = {s: sorted(a for a, b in edges if b == s) for s in range(self.num_stages)}
+        self.destinations = {s: sorted(b for a, b in edges if a == s) for s in range(self.num_stages)}
+        self.weights = weights
+        self.transfers = StageTransfers(group, lambda stage: stage % self.size, torch.device(device))
+        self.most_in_flight = 0
+        self._schedules: dict[int, PipelineSchedule] = {}
+        self._bounds: dict[int, int] = {}
+        self._num_runs = 0
+
+    def schedule(self, num_microbatches: int) -> PipelineSchedule:
+        """Return the actions of all ranks for a number of microbatches.
+
+        Raises:
+            UsageError: they would wait for ever; the text has a table of them.
+        """
+        if num_microbatches not in self._schedules:
+            made = make_schedule(self._name, self.size, num_microbatches, self._stages_per_rank)
+            self._bounds[num_microbatches] = max(simulate(made, self.edges).in_flight)
+            self._schedules[num_microbatches] = made
+        return self._schedules[num_microbatches]
+
+    def bound(self, num_microbatches: int) -> int:
+        """Return of how many microbatches a rank holds activations at most, counted in each of its stages."""
+        return self._bounds[num_microbatches]
+
+    def begin(self, microbatches: Sequence[Any]) -> PipelineRun:
+        """Begin with a batch, cut into microbatches; several batches may be between their forward and their backward."""
+        self._num_runs += 1
+        return PipelineRun(self, microbatches, self._num_runs)
+
+
+class PipelineRun:
+    """One batch on its way through the stages of this rank. Made by :meth:`PipelineRuntime.begin`.
+
+    Attributes:
+        results: by microbatch what the last stage made of it; empty on ranks without the last stage, and after its backward.
+        conclusion: the tensors that the rank of the last stage told all ranks at the end; see :meth:`execute`.
+    """
+
+    def __init__(self, runtime: PipelineRuntime, microbatches: Sequence[Any], number: int) -> None:
+        self._runtime, self._microbatches, self._number = runtime, microbatches, number
+        self._schedule = runtime.schedule(len(microbatches))
+        self._held: dict[tuple[int, int], _InFlight] = {}
+        self._weights_left: list[tuple[int, int]] = []
+        self.results: dict[int, Any] = {}
+        self.conclusion: list[Tensor | None] = []
+
+    def execute(
+        self, kinds: str = "FBIW", seeds: Seeds | None = None, conclude: Callable[[], list[Tensor]] | None = None
+    ) -> None:
+        """Carry out the actions of some kinds in the order of the schedule. Every rank of the pipeline must call it.
+
+        Args:
+            kinds: "F" for the forward half of "gpipe", "B" for its backward half; everything by default.
+            seeds: called on the rank of the last stage where the backward of a microbatch begins. Every rank gives one if there
+                are backwards.
+            conclude: called on the rank of the last stage after its last backward; what it returns is sent to all ranks, which
+                find it in ``conclusion``. Every rank gives one, or none does.
+
+        Raises:
+            PeerLost, WorldError, MismatchError: a message did not come; the text names stage, microbatch and action.
+        """
+        runtime, last = self._runtime, self._runtime.num_stages - 1
+        transfers = runtime.transfers
+        transfers.begin(self._number, len(self._microbatches), runtime.bound(len(self._microbatches)))
+        actions = self._schedule.half(kinds, runtime.rank)
+        for peer in range(runtime.size):
+            if peer != runtime.rank:
+                transfers.expect(peer, self._messages_from(peer, kinds, conclude is not None))
+        ending = self._last_backward(kinds) if conclude is not None else None
+        action = None
+        for action in actions:
+            if action.kind == FORWARD:
+                self._forward(action)
+            elif action.kind == WEIGHTS:
+                self._compute_weights(action)
+            else:
+                assert seeds is not None, "a backward needs seeds"
+                self._backward(action, seeds if action.stage == last else None)
+            if action == ending and conclude is not None:
+                self.conclusion = list(conclude())
+                for rank in range(runtime.size):
+                    if rank != runtime.rank:
+                        transfers.send(StageMessage(CONCLUSION, last, rank, 0), self.conclusion, action.in_words)
+        why = "the end of the batch" if action is None else f"the end of the batch, after the {action.in_words}"
+        if conclude is not None and ending not in actions:
+            message = StageMessage(CONCLUSION, last, runtime.rank, 0)
+            self.conclusion = transfers.receive(message, why)
+            transfers.release([message])
+        transfers.finish(why)
+
+    def _last_backward(self, kinds: str) -> Action:
+        """Return the action of the last stage after which its rank concludes."""
+        last = self._runtime.num_stages - 1
+        actions = self._schedule.half(kinds, self._schedule.rank_of(last))
+        return [action for action in actions if action.stage == last and action.kind in (BACKWARD, INPUTS)][-1]
+
+    def _messages_from(self, peer: int, kinds: str, concludes: bool) -> list[StageMessage]:
+        """Return the messages that a rank sends to this one, in the order in which it sends them."""
+        runtime, messages = self._runtime, []
+        ending = self._last_backward(kinds) if concludes else None
+        for action in self._schedule.half(kinds, peer):
+            kind, stage, k = action
+            if kind == FORWARD:
+                for target in runtime.destinations[stage]:
+                    if self._schedule.rank_of(target) == runtime.rank:
+                        messages.append(StageMessage(ACTIVATIONS, stage, target, k))
+            elif kind != WEIGHTS:
+                for target in runtime.sources[stage]:
+                    if self._schedule.rank_of(target) == runtime.rank:
+                        messages.append(StageMessage(GRADIENTS, stage, target, k))
+            if action == ending:
+                messages.append(StageMessage(CONCLUSION, stage, runtime.rank, 0))
+        return messages
+
+    def _receive(self, message: StageMessage, action: Action) -> list[Tensor | None]:
+        """Return a message; compute gradients of weights that were left for later until it comes."""
+        transfers = self._runtime.transfers
+        while self._weights_left and not transfers.has(message):
+            self._compute_next_weights()
+        return transfers.receive(message, action.in_words)
+
+    def _forward(self, action: Action) -> None:
+        runtime, stage, k = self._runtime, action.stage, action.microbatch
+        arrived = {
+            source: self._receive(StageMessage(ACTIVATIONS, source, stage, k), action)
+            for source in runtime.sources[stage]
+        }
+        held = _InFlight({}, None, arrived)
+        received = {source: list(tensors) for source, tensors in arrived.items()}
+        if torch.is_grad_enabled():
+            places = [
+                (source, i)
+                for source, tensors in arrived.items()
+                for i, tensor in enumerate(tensors)
+                if tensor is not None and tensor.requires_grad
+            ]
+            if places:
+                entered: Any = _Entrance.apply(torch.empty(0, requires_grad=True), (held, places))  # type: ignore[no-untyped-call]
+                for (source, i), tensor in zip(places, entered, strict=True):
+                    received[source][i] = tensor
+        with self._weights_later(stage, k):
+            out = runtime.stages[stage].forward(self._microbatches[k], received)
+        assert sorted(out.sends) == runtime.destinations[stage], f"stage {stage} sends to {sorted(out.sends)}"
+        for target, tensors in out.sends.items():
+            runtime.transfers.send(StageMessage(ACTIVATIONS, stage, target, k), tensors, action.in_words)
+        if stage == runtime.num_stages - 1:
+            self.results[k] = out.result
+        if not torch.is_grad_enabled():
+            runtime.transfers.release([StageMessage(ACTIVATIONS, source, stage, k) for source in arrived])
+        else:
+            held.sends, held.result = out.sends, out.result
+            self._held[stage, k] = held
+            runtime.most_in_flight = max(runtime.most_in_flight, len(self._held) + len(self._weights_left))
+
+    def _backward(self, action: Action, seeds: Seeds | None) -> None:
+        runtime, stage, k = self._runtime, action.stage, action.microbatch
+        held = self._held[stage, k]
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        for target, sent in held.sends.items():
+            message = StageMessage(GRADIENTS, target, stage, k)
+            for tensor, gradient in zip(sent, self._receive(message, action), strict=True):
+                if tensor is None or gradient is None:
+                    continue
+                if tensor.shape != gradient.shape:
+                    got, was = shapes_of([gradient]), shapes_of([tensor])
+                    what = f"{action.in_words}: {message} have one of {got} for an output of {was}"
+                    raise MismatchError(explain(what, rank=runtime.rank, fix="give all ranks the same model"))
+                roots.append(tensor)
+                gradients.append(gradient)
+        if seeds is not None:
+            more, their_gradients = seeds(k, self.results.pop(k))
+            roots += more
+            gradients += their_gradients
+        if roots:
+            with self._weights_later(stage, k):
+                torch.autograd.backward(roots, gradients)
+        del self._held[stage, k], roots, gradients
+        runtime.transfers.release([StageMessage(GRADIENTS, target, stage, k) for target in held.sends])
+        runtime.transfers.release([StageMessage(ACTIVATIONS, source, stage, k) for source in held.arrived])
+        if action.kind == INPUTS:
+            self._weights_left.append((stage, k))
+        for source, tensors in held.arrived.items():
+            back = [held.gradients.get((source, i)) for i in range(len(tensors))]
+            runtime.transfers.send(StageMessage(GRADIENTS, stage, source, k), back, action.in_words)
+
+    def _weights_later(self, stage: int, k: int) -> contextlib.AbstractContextManager[Any]:
+        weights = self._runtime.weights
+        return contextlib.nullcontext() if weights is None else weights.of((stage, k))
+
+    def _compute_weights(self, action: Action) -> None:
+        """Compute gradients of weights at the place that the schedule has for them, unless a wait was used for them before."""
+        while (action.stage, action.microbatch) in self._weights_left:
+            self._compute_next_weights()
+
+    def _compute_next_weights(self) -> None:
+        assert self._runtime.weights is not None, "a schedule with divided backwards needs weights="
+        self._runtime.weights.compute(self._weights_left.pop(0))

@@ -1,0 +1,129 @@
+"""The engine of a pipeline computes what one process computes, under every schedule, and names what it could not receive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from guozhuang.errors import MismatchError
+from guozhuang.parallel.pipeline.runtime import PipelineRuntime
+from tests.threads.ranks import GENERATOR, run_threads
+
+
+@dataclass
+class Out:
+    sends: dict[int, list[Tensor | None]] = field(default_factory=dict)
+    result: Any = None
+
+
+class Part:
+    """A stage of a model in which stage s adds what a stage before the last one sent on a second way, if there is one."""
+
+    def __init__(self, block: nn.Module, stage: int, num_stages: int, edges: set[tuple[int, int]]) -> None:
+        self.block, self.stage, self.last = block, stage, num_stages - 1
+        self.destinations = [b for a, b in sorted(edges) if a == stage]
+
+    def forward(self, microbatch: Tensor, received: dict[int, list[Tensor | None]]) -> Out:
+        given = microbatch if self.stage == 0 else received[self.stage - 1][0]
+        for source, tensors in received.items():
+            if source != self.stage - 1:
+                given = given + tensors[0]
+        out = self.block(given)
+        if self.stage == self.last:
+            return Out(result=out)
+        return Out({b: [out, None, torch.tensor(self.stage)] for b in self.destinations})
+
+
+def blocks(num: int) -> list[nn.Module]:
+    with GENERATOR:
+        torch.manual_seed(3)
+        # A stage may change in place what it received.
+        return [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.Tanh()).double() for _ in range(num)]
+
+
+def edges_of(num: int, skips: bool) -> set[tuple[int, int]]:
+    return {(s, s + 1) for s in range(num - 1)} | ({(0, num - 1)} if skips and num > 2 else set())
+
+
+def expected(num: int, skips: bool, rows: Tensor) -> list[list[Tensor]]:
+    parts, sent = blocks(num), {}
+    out = rows
+    for s, part in enumerate(parts):
+        if skips and num > 2 and s == num - 1:
+            out = out + sent[0]
+        out = sent[s] = part(out.clone())
+    (out**2).mean().backward()
+    return [[p.grad for p in part.parameters()] for part in parts]
+
+
+ROWS = torch.arange(222, dtype=torch.float64).reshape(37, 6).sin()
+
+
+def _train(rank: int, size: int, name: str, v: int, m: int, skips: bool) -> Any:
+    num = size * v
+    mine = {s: block for s, block in enumerate(blocks(num)) if s % size == rank}
+    edges = edges_of(num, skips)
+    parts = {s: Part(block, s, num, edges) for s, block in mine.items()}
+    group = dist.group.WORLD
+    assert group is not None
+    runtime = PipelineRuntime(group, parts, name, v, edges)
+    total = torch.zeros((), dtype=torch.float64)
+
+    def seeds(k: int, result: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
+        loss = (result**2).sum() / ROWS.numel()
+        total.add_(loss.detach())
+        return [loss], [None]
+
+    for _ in range(2):  # a second batch adds up, as backward does
+        run = runtime.begin([piece.clone() for piece in ROWS.tensor_split(m)])
+        if name == "gpipe":
+            run.execute("F")
+            run.execute("B", seeds, lambda: [total.clone()])
+        else:
+            run.execute("FBIW", seeds, lambda: [total.clone()])
+    gradients = {s: [p.grad for p in block.parameters()] for s, block in mine.items()}
+    return gradients, run.conclusion[0], runtime.most_in_flight, runtime.transfers.most_buffers
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "num_ranks"), (("gpipe", 1, 3), ("1f1b", 1, 3), ("interleaved", 2, 2), ("1f1b", 1, 1))
+)
+def test_gradients_are_those_of_one_process(name: str, v: int, num_ranks: int) -> None:
+    for m, skips in ((1, False), (4, False), (11, True)):
+        found = run_threads(_train, num_ranks, name, v, m, skips)
+        right = expected(num_ranks * v, skips, ROWS.clone())
+        for gradients, conclusion, _, _ in found:
+            assert float(conclusion) == float(found[-1][1]) > 0
+            for stage, each in gradients.items():
+                for got, want in zip(each, right[stage], strict=True):
+                    torch.testing.assert_close(got, 2 * want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("num_ranks", (2, 4))
+def test_few_microbatches_are_in_flight_and_few_buffers_are_kept(num_ranks: int) -> None:
+    for rank, (_, _, in_flight, buffers) in enumerate(run_threads(_train, num_ranks, "1f1b", 1, 32, False)):
+        assert in_flight == num_ranks - rank
+        assert 1 <= buffers <= num_ranks + 1
+
+
+def _other_batches(rank: int, size: int) -> None:
+    parts = {rank: Part(blocks(2)[rank], rank, 2, edges_of(2, False))}
+    group = dist.group.WORLD
+    assert group is not None
+    runtime = PipelineRuntime(group, parts, "gpipe")
+    with torch.no_grad():
+        if rank == 0:
+            runtime.begin(ROWS.tensor_split(2)).execute("F")
+        else:
+            text = "rank 0 sent the activations of microbatch 0 from stage 0 to stage 1, batch 1 of 2 microbatches, in place"
+            with pytest.raises(MismatchError, match=text):
+                runtime.begin(ROWS.tensor_split(3)).execute("F")
+
+
+def test_ranks_with_other_batches_are_told() -> None:
+    run_threads(_other_batches, 2)
