@@ -1,0 +1,95 @@
+"""Which modules of a model draw random numbers: only while these run are PyTorch's operations looked at one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...errors import UsageError, explain
+from .divided import Declaration, declared, declaring
+
+# Modules that are always watched: they draw as soon as their probability is above 0.
+_DRAWING = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase)
+
+
+class Watch:
+    """Enters a dispatch mode around the calls of modules that draw, in a forward and where checkpointing calls them again.
+
+    Args:
+        module: the model.
+        mode: what looks at operations.
+
+    Attributes:
+        modules: those that are watched, each with the parts that were declared when it was last called in a forward.
+        num_found: rises whenever something was seen to draw for the first time.
+        is_forward: the model is in its forward; set by the owner.
+    """
+
+    def __init__(self, module: nn.Module, mode: TorchDispatchMode) -> None:
+        self.modules: dict[nn.Module, tuple[Declaration, ...]] = {}
+        self.num_found = 0
+        self.is_forward = False
+        self._mode = mode
+        self._is_entered = False
+        for each in module.modules():
+            if isinstance(each, _DRAWING):
+                self.add(each)
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look at all operations in this block."""
+        if self._is_entered:
+            yield
+            return
+        self._is_entered = True
+        try:
+            with self._mode:
+                yield
+        finally:
+            self._is_entered = False
+
+    def add(self, module: nn.Module) -> None:
+        """Watch a module from its next call on."""
+        if module in self.modules:
+            return
+        self.modules[module] = ()
+        self.num_found += 1
+        entered: list[contextlib.ExitStack] = []
+
+        def before(called: nn.Module, args: Any) -> None:
+            stack = contextlib.ExitStack()
+            entered.append(stack)
+            if self.is_forward:
+                self.modules[module] = declared()
+                stack.enter_context(self.looking())
+            elif torch._C._current_graph_task_id() != -1:
+                again = tuple(each for each in self.modules[module] if each not in declared())
+                stack.enter_context(declaring((*again, *declared())))
+                stack.enter_context(self.looking())
+
+        def after(called: nn.Module, args: Any, output: Any) -> None:
+            if entered:  # none if the module was added in this very call
+                entered.pop().close()
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, always_call=True)
+
+    def add_caller(self) -> None:
+        """Watch the innermost module whose forward is being computed, because it draws."""
+        frame, is_recomputed = sys._getframe(2), False
+        while frame is not None:
+            if frame.f_code.co_name == "forward" and isinstance(module := frame.f_locals.get("self"), nn.Module):
+                if is_recomputed:
+                    what = "a function that torch.utils.checkpoint runs draws random numbers outside of any module"
+                    raise UsageError(explain(what, value=type(module).__name__, fix="give checkpoint a module"))
+                self.add(module)
+                return
+            is_recomputed = is_recomputed or frame.f_code.co_filename.endswith("torch/utils/checkpoint.py")
+            frame = frame.f_back  # type: ignore[assignment]
+        self.num_found += 1  # there is no module to watch, so all operations must be looked at in the next forward, too
