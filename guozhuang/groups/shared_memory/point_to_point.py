@@ -1,4 +1,4 @@
-"""Sends and receives between two ranks; one thread carries them over a socket per pair.
+"""Sends and receives between two ranks, which travel over a socket per pair.
 
 [Note: how a payload travels] The sender offers size, dtype and tag; a small payload is sent with the offer. The receiver
 matches offers with receives, and compares sizes and dtypes before anything is written. Then it reads the small payload, or
@@ -7,14 +7,13 @@ copies each chunk to its tensor and returns the slot. The memory belongs to the 
 first large payload, and a rank that reads nothing blocks only its own pair. A send ends when the receiver has all
 of it, as the receiver may refuse it until then; so, as with gloo, a send waits for its receive.
 
-[Note: one thread owns the state] All state but the queue of new transfers belongs to one thread, which does everything
-without blocking, and sleeps in poll(): on the sockets, on the pidfds of the peers, and on an eventfd for new transfers. When a
-peer is gone, the messages that it had sent are processed first; then all other transfers with it fail. A receive from any rank
-fails when a rank died (that may have been its sender), not when a rank left properly: others may still send. Only `_read` and
-the end of a process mark a rank as lost; a failed send to a socket just waits for them.
+[Note: one thread at a time] All state but the queue of new transfers is used under one lock, without blocking; see
+[Note: who waits attends] in groups/attending.py. When a peer is gone, the messages that it had sent are processed first; then
+all other transfers with it fail. A receive from any rank fails when a rank died (that may have been its sender), not when
+one left properly: others may send. Only `_read` and the end of a process mark a rank as lost; a failed send waits for these.
 
 [Note: a rank that gave up] A rank whose group broke sets its state in its control page, which wakes nobody: so while
-transfers are unfinished, the thread checks these states every 0.2 s. Transfers with that rank fail, and all transfers fail
+transfers are unfinished, these states are checked every 0.2 s. Transfers with that rank fail, and all transfers fail
 once this rank's own group is broken.
 """
 
@@ -26,14 +25,13 @@ import ctypes
 import errno
 import itertools
 import math
-import os
 import select
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Final
 
 import torch
@@ -41,6 +39,7 @@ from torch import Tensor
 
 from guozhuang.errors import UsageError, WorldError, explain
 
+from ..attending import Attendant
 from . import transfers
 from .arguments import Bytes
 from .engine import DOING_BYTES, DOING_OFFSET, STATE_OFFSET, RankState
@@ -53,6 +52,7 @@ _SHORT_OF_MEMORY: Final = frozenset((errno.ENOBUFS, errno.ENOMEM))  # no kernel 
 _READS_PER_TURN: Final = 64  # most messages that are read from one peer before the next peer's
 _LOOK_S: Final = 0.2  # seconds between two checks whether a rank's group broke, while transfers are unfinished
 _LONGEST_SLEEP_S: Final = 3600.0
+_SPIN_S: Final = 50e-6
 _FAREWELL_S: Final = 1.0  # longest time to send queued messages when the group is destroyed
 _JOIN_S: Final = 5.0
 _DESTROYED: Final = ("this group was destroyed; it sends and receives no more", "make a new group")
@@ -65,23 +65,31 @@ class PointToPoint:
         peers: the other ranks; must outlive this object.
         timeout_s: limit of each transfer, from its call, in seconds.
         failure: returns the error that broke the group for this rank, once its control page is marked as broken.
+        crowded: whether ranks outnumber cores; then waits sleep at once.
     """
 
     def __init__(
-        self, peers: Peers, timeout_s: float, failure: Callable[[], BaseException | None] = lambda: None
+        self,
+        peers: Peers,
+        timeout_s: float,
+        failure: Callable[[], BaseException | None] = lambda: None,
+        crowded: bool = True,
     ) -> None:
         self._peers, self._rank, self._size, self._timeout_s = peers, peers.rank, peers.size, timeout_s
         self._why_broken = failure
         pages = [segment.address for segment in peers.segments]
         self._states = [ctypes.c_uint32.from_address(page + STATE_OFFSET) for page in pages]
-        self._closing = threading.Lock()  # guards the next four attributes
+        self._closing = threading.Lock()  # guards the next three attributes
         self._new: deque[Transfer] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closed = False
-        self._failure: BaseException | None = None  # the error that ended the thread
-        # Only the thread ``_thread``, started below, uses the next attributes. See [Note: one thread owns the state].
-        self._poller = select.poll()
+        self._failure: BaseException | None = None  # the error that ended it
         self._channels = [(peer, channel) for peer, channel in enumerate(peers.channels) if channel is not None]
+        # The next attributes are used under the attendant's lock. See [Note: one thread at a time].
+        self._attendant = Attendant(self._turn, lambda: self._is_closed, 0.0 if crowded else _SPIN_S)
+        for peer, channel in self._channels:
+            self._attendant.register(channel.fileno(), select.POLLIN)
+            self._attendant.register(peers.pidfds[peer], ended_events(peers.pidfds[peer]))
+        self._writes: set[int] = set()  # peers whose sockets are full
         self._under_way = UnderWay(self._rank, self._size)
         self._numbers = itertools.count(1)
         self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # by receiver: sends whose payload it requested
@@ -94,7 +102,7 @@ class PointToPoint:
         try:
             self._thread.start()
         except BaseException:
-            os.close(self._wake_fd)
+            self._attendant.close()
             raise
 
     def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: float | None = None) -> Transfer:
@@ -120,8 +128,7 @@ class PointToPoint:
         """
         with self._closing:
             self._is_closed = True
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+            self._attendant.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
         return not self._thread.is_alive()
@@ -130,65 +137,65 @@ class PointToPoint:
         transfers.check(peer, tag, self._rank, self._size)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         plain = Bytes().plain(tensor)
-        transfer = Transfer(tensor, plain, self._rank, peer, tag, is_send=is_send, limit_s=limit_s)
+        transfer = Transfer(
+            tensor, plain, self._rank, peer, tag, is_send=is_send, limit_s=limit_s, attend=self._attendant.attend
+        )
         with self._closing:
             if self._is_closed:
                 raise copy.copy(self._failure) or self._world_error(*_DESTROYED)
             if self._states[self._rank].value == RankState.BROKEN:
                 raise self._broken()
             self._new.append(transfer)
-            os.eventfd_write(self._wake_fd, 1)
+        self._attendant.attend_now()
         return transfer
 
     def _broken(self) -> BaseException:
         """Return a fresh copy of the error of this rank's broken group; a shared one's traceback would keep tensors alive."""
-        error = self._why_broken() or self._world_error(
-            "this group is broken", "look at its first error, and make a new group"
-        )
-        return copy.copy(error)
+        fix = "look at its first error, and make a new group"
+        return copy.copy(self._why_broken() or self._world_error("this group is broken", fix))
 
     def _world_error(self, what: str, fix: str) -> WorldError:
         return WorldError(explain(what, rank=self._rank, fix=fix))
 
-    # The methods below run on the thread.
+    # The methods below are called under the attendant's lock, but for ``_serve``, which the thread runs.
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)  # the mode is per thread; callbacks run on this thread
-        error: BaseException = self._world_error(*_DESTROYED)
+        self._attendant.serve()
+        with self._attendant.lock:
+            if self._failure is None:
+                self._say_farewell()
+            with self._closing:
+                self._attendant.close()
+            for transfer in (*self._new, *self._under_way.all()):
+                transfer.end(self._failure or self._world_error(*_DESTROYED))
+            for slots in (*self._sending.values(), *self._receiving.values()):
+                slots.segment.close()
+
+    def _turn(self, ready: Set[int]) -> float:
+        """Process everything that is ready; return for how many seconds nothing else needs to be looked at."""
+        if self._is_closed:
+            return 0.0
         try:
-            self._poller.register(self._wake_fd, select.POLLIN)
-            for peer, channel in self._channels:
-                self._poller.register(channel, select.POLLIN)
-                self._poller.register(self._peers.pidfds[peer], ended_events(self._peers.pidfds[peer]))
-            while not self._is_closed:
-                self._turn()
-            self._say_farewell()
+            self._process(ready)
         except BaseException as unexpected:
             what = f"sends and receives ended after {type(unexpected).__name__}: {unexpected}"
-            self._failure = error = self._world_error(what, "mend the cause and make a new group")
+            error = self._world_error(what, "mend the cause and make a new group")
             error.__cause__ = unexpected
             for _, channel in self._channels:  # peers that wait for this rank then fail too
                 with contextlib.suppress(OSError):
                     channel.shutdown(socket.SHUT_RDWR)
-        with self._closing:
-            self._is_closed = True
-            os.close(self._wake_fd)
-            self._wake_fd = -1
-        for transfer in (*self._new, *self._under_way.all()):
-            transfer.end(error)
-        for slots in (*self._sending.values(), *self._receiving.values()):
-            slots.segment.close()
+            with self._closing:
+                self._failure, self._is_closed = error, True
+                self._attendant.wake()
+            if not isinstance(unexpected, Exception):
+                raise  # a signal's handler raised it in the waiting thread
+        if not self._under_way.is_empty:
+            return min(self._earliest_deadline - time.monotonic(), _LOOK_S)
+        return _LONGEST_SLEEP_S
 
-    def _turn(self) -> None:
-        """Wait for an event or a deadline, and process everything that is ready."""
-        sleep_s = _LONGEST_SLEEP_S
-        if self._under_way.all():
-            sleep_s = max(min(self._earliest_deadline - time.monotonic(), _LOOK_S), 0.0)
-        ready = {fd for fd, _ in self._poller.poll(sleep_s * 1e3 + 1)}
-        if self._wake_fd in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
-        for peer, channel in self._channels:
+    def _process(self, ready: Set[int]) -> None:
+        for peer, channel in self._channels if ready else ():
             if peer in self._under_way.lost:
                 continue
             if channel.fileno() in ready:
@@ -267,7 +274,10 @@ class PointToPoint:
                 self._streams[peer].clear()
             elif not isinstance(error, BlockingIOError) and error.errno not in _SHORT_OF_MEMORY:
                 raise
-        self._poller.modify(channel, select.POLLIN | (select.POLLOUT if out else 0))
+        if bool(out) != (peer in self._writes):
+            self._writes ^= {peer}
+            self._attendant.register(channel.fileno(), select.POLLIN | (select.POLLOUT if out else 0))
+            self._attendant.wake()  # the other thread may poll for the events as they were
 
     def _fill_slot(self, peer: int) -> bool:
         """Copy the next chunk of a requested payload to a free slot and queue its message; return whether one was queued."""
@@ -357,9 +367,9 @@ class PointToPoint:
         self._under_way.lost[peer] = (text + (", it left the group" if has_left else ""), has_left)
         channel = self._peers.channels[peer]
         assert channel is not None
-        self._poller.unregister(channel)
+        self._attendant.unregister(channel.fileno())
         if self._peers.pidfds[peer] != channel.fileno():
-            self._poller.unregister(self._peers.pidfds[peer])
+            self._attendant.unregister(self._peers.pidfds[peer])
         self._fail_those_with(peer)
 
     def _look_who_gave_up(self) -> None:

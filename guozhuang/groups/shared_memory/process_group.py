@@ -255,7 +255,9 @@ class GroupResources:
             if self._closed:
                 raise _gone(self._rank)
             if self._point_to_point is None:
-                self._point_to_point = PointToPoint(self._peers, self._timeout_s, lambda: self.link.failure)
+                self._point_to_point = PointToPoint(
+                    self._peers, self._timeout_s, lambda: self.link.failure, self.crowded
+                )
             return self._point_to_point
 
     def close(self, patience_s: float) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import errno
 import logging
+import math
 import os
 import struct
 import time
@@ -17,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError, explain, rank_table
-from guozhuang.groups.serial import PendingWork
+from guozhuang.groups.serial import NO_LIMIT, PendingWork
 
 from .segments import Segment
 
@@ -120,6 +122,7 @@ class Transfer(PendingWork):
         tag: only a send and a receive with the same tag match.
         is_send: True for a send, False for a receive.
         limit_s: the time-out from now on, in seconds.
+        attend: lets a waiting thread process what arrives, as ``Attendant.attend`` does.
 
     Attributes:
         address: where the values lie in memory; valid until the transfer has ended.
@@ -137,6 +140,7 @@ class Transfer(PendingWork):
         *,
         is_send: bool,
         limit_s: float,
+        attend: Callable[[Callable[[], bool], float], None] = lambda is_done, limit_s: None,
     ) -> None:
         super().__init__([tensor])
         assert plain.is_contiguous() and plain.is_cpu
@@ -150,7 +154,7 @@ class Transfer(PendingWork):
         # Several chunks, so that both sides copy at the same time; few, as each costs a message.
         self.chunk_bytes = min(max(self.num_bytes // 4, _FEWEST_CHUNK_BYTES), _SLOT_BYTES)
         self.address = plain.data_ptr()
-        self._tensor, self._plain = tensor, plain
+        self._tensor, self._plain, self._attend = tensor, plain, attend
 
     @property
     def what(self) -> str:
@@ -173,6 +177,15 @@ class Transfer(PendingWork):
         return -1 if self.sender is None else self.sender
 
     _source_rank = source_rank
+
+    @override
+    def wait(self, timeout: datetime.timedelta = NO_LIMIT) -> bool:
+        if self._completed:
+            return super().wait(timeout)
+        limit_s, begin = timeout.total_seconds(), time.monotonic()
+        self._attend(self.is_completed, limit_s if limit_s > 0 else math.inf)
+        left_s = limit_s - (time.monotonic() - begin)
+        return super().wait(datetime.timedelta(seconds=max(left_s, 1e-3)) if limit_s > 0 else NO_LIMIT)
 
     @override
     def when_done(self, callback: Callable[[], None]) -> None:
@@ -326,6 +339,11 @@ class UnderWay:
             kept = deque(offer for offer in self._offers.pop(key) if unless(offer))
             if kept:
                 self._offers[key] = kept
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no transfer is unfinished."""
+        return not (self.sends or self.receives or self._posted)
 
     def all(self) -> list[Transfer]:
         """Return all unfinished transfers."""

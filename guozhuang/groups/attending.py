@@ -1,0 +1,148 @@
+"""Which thread processes what sends and receives wait for: a thread of the group's own, or whoever waits for a transfer.
+
+[Note: who waits attends] A message for a thread that waits should not wake another thread first: a switch of threads costs more
+than all else that a small message needs. So the state of the transfers belongs to whoever holds one lock. A thread that begins
+a transfer takes the lock if it is free, and hands its message to the socket itself. A thread that waits for a transfer
+holds the lock until the transfer has ended, and processes what arrives meanwhile, also for others. The group's own thread
+processes what arrives while nobody waits. For a moment after each wait it stays away: it polls nothing but the eventfd, so that
+a thread that waits again and again is not disturbed; what arrives for nobody then lies for that moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Set
+from typing import Final
+
+_AWAY_S: Final = 0.002
+_LONGEST_AWAY_S: Final = 0.02  # while one thread waits for long
+_MOMENT_S: Final = 0.0005
+_MOST_SKIPS: Final = 256  # waits without a look, after looks in vain
+_ACTIVE_S: Final = 1.0  # the thread sleeps in naps for so long after the last wait, so that nobody needs to wake it
+_NAP_S: Final = 0.2
+_LONGEST_SLEEP_S: Final = 3600.0
+
+
+class Attendant:
+    """Calls one function, in one thread at a time, with the descriptors that are ready. See [Note: who waits attends].
+
+    Args:
+        process: called with the descriptors that are ready, under ``lock``; returns for how many seconds nothing needs to
+            be looked at but descriptors. It must not raise.
+        has_ended: whether no more calls shall be made.
+        spin_s: how long a waiting thread looks again and again before it sleeps, in seconds.
+
+    Attributes:
+        lock: held by the thread that uses the state of the transfers.
+    """
+
+    def __init__(self, process: Callable[[Set[int]], float], has_ended: Callable[[], bool], spin_s: float) -> None:
+        self.lock = threading.Lock()
+        self._process, self._has_ended, self._spin_s = process, has_ended, spin_s
+        self._opening = threading.Lock()  # guards the next attribute
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # One for the own thread, one for the thread that waits: two threads cannot poll by one object.
+        self._pollers = select.poll(), select.poll()
+        self._for_wake = select.poll()
+        self._for_wake.register(self._wake_fd, select.POLLIN)
+        self.register(self._wake_fd, select.POLLIN)
+        self._sleep_s, self._is_attended, self._away_until, self._sleeps_long = 0.0, False, 0.0, False
+        self._processing = 0  # the thread that is inside ``process``
+        self._vain = self._skips = 0  # looks in vain, one after the other; waits that do not look first
+
+    def register(self, fd: int, events: int) -> None:
+        """Poll a descriptor for these events from now on; also changes the events."""
+        for poller in self._pollers:
+            poller.register(fd, events)
+
+    def unregister(self, fd: int) -> None:
+        """Poll a descriptor no more."""
+        for poller in self._pollers:
+            poller.unregister(fd)
+
+    def wake(self) -> None:
+        """Let a thread call ``process`` soon. Any thread may call this."""
+        with self._opening:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Close the eventfd. No thread may poll any more."""
+        with self._opening:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    def serve(self) -> None:
+        """Process in this thread, which is the group's own, until the end."""
+        away_s = _AWAY_S
+        while not self._has_ended():
+            if self._is_attended or time.monotonic() < self._away_until:
+                woken = self._for_wake.poll(away_s * 1e3)
+                away_s = min(2 * away_s, _LONGEST_AWAY_S) if self._is_attended else _AWAY_S
+                if woken:
+                    with self.lock:
+                        self._call({fd for fd, _ in woken})
+                continue
+            self._sleeps_long = time.monotonic() > self._away_until + _ACTIVE_S
+            events = self._pollers[0].poll(self._sleep_ms(_LONGEST_SLEEP_S if self._sleeps_long else _NAP_S))
+            self._sleeps_long = False
+            if not self._is_attended:
+                with self.lock:
+                    self._call({fd for fd, _ in events})
+
+    def attend(self, is_done: Callable[[], bool], limit_s: float) -> None:
+        """Process in this thread until ``is_done()``, at most ``limit_s`` seconds; return at once if another thread does.
+
+        Raises:
+            BaseException: what a signal's handler raises in this thread.
+        """
+        while not self.lock.acquire(timeout=_MOMENT_S):
+            if self._is_attended or is_done() or self._processing == threading.get_ident():  # the last: in a callback
+                return
+        self._is_attended = True
+        begin = now = time.monotonic()
+        self._skips = max(self._skips - 1, 0)
+        spin_s = 0.0 if self._skips else self._spin_s
+        try:
+            while not is_done() and not self._has_ended() and now < begin + limit_s:
+                is_spinning = now < begin + spin_s
+                events = self._pollers[1].poll(0 if is_spinning else self._sleep_ms(begin + limit_s - now))
+                if events or not is_spinning:
+                    self._call({fd for fd, _ in events})
+                now = time.monotonic()
+            if spin_s:  # in vain also where both ranks share a core
+                self._vain = self._vain + 1 if now > begin + spin_s else 0
+                self._skips = min(2**self._vain, _MOST_SKIPS) if self._vain else 0
+        finally:
+            self._is_attended, self._away_until = False, time.monotonic() + _AWAY_S
+            self.lock.release()
+            if now > begin + _LONGEST_AWAY_S:
+                self.wake()  # the own thread may stay away for longer
+
+    def attend_now(self) -> None:
+        """Process once, in this thread if none is at it, else in that one."""
+        if self.lock.acquire(blocking=False):
+            try:
+                self._call(frozenset())
+            finally:
+                self.lock.release()
+            if not self._sleeps_long:
+                return
+        self.wake()
+
+    def _sleep_ms(self, at_most_s: float) -> float:
+        return max(min(self._sleep_s, at_most_s), 0.0) * 1e3 + 1
+
+    def _call(self, ready: Set[int]) -> None:
+        if self._wake_fd in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+        self._processing = threading.get_ident()
+        try:
+            self._sleep_s = self._process(ready)
+        finally:
+            self._processing = 0

@@ -1,0 +1,106 @@
+"""Who processes the messages of sends and receives: the thread that waits for one, or else the group's own."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator, Set
+
+import pytest
+
+from guozhuang.groups.attending import Attendant
+from tests.waiting import until
+
+
+class Reads:
+    """An attendant that reads a pipe, and who read what."""
+
+    def __init__(self) -> None:
+        self.out, self.into = os.pipe()
+        self.read: list[tuple[str, bytes]] = []
+        self.has_ended, self.fails = False, False
+        self.attendant = Attendant(self.process, lambda: self.has_ended, 0.001)
+        self.attendant.register(self.out, select.POLLIN)
+        self.thread = threading.Thread(target=self.attendant.serve, name="own", daemon=True)
+        self.thread.start()
+
+    def process(self, ready: Set[int]) -> float:
+        if self.out in ready:
+            self.read.append((threading.current_thread().name, os.read(self.out, 1)))
+            if self.fails:
+                raise KeyboardInterrupt
+        return 3600.0
+
+    def close(self) -> None:
+        self.has_ended = True
+        self.attendant.wake()
+        self.thread.join(10.0)
+        assert not self.thread.is_alive()
+        self.attendant.close()
+        os.close(self.out)
+        os.close(self.into)
+
+
+@pytest.fixture
+def reads() -> Iterator[Reads]:
+    made = Reads()
+    yield made
+    made.close()
+
+
+def test_the_own_thread_reads_while_nobody_waits(reads: Reads) -> None:
+    os.write(reads.into, b"a")
+    until(lambda: reads.read == [("own", b"a")], 10.0)
+
+
+def test_who_waits_reads_and_the_own_thread_takes_over_again(reads: Reads) -> None:
+    timer = threading.Timer(0.05, os.write, (reads.into, b"a"))
+    timer.start()
+    reads.attendant.attend(lambda: len(reads.read) == 1, 10.0)
+    timer.join()
+    assert reads.read == [("MainThread", b"a")]
+    os.write(reads.into, b"b")
+    until(lambda: len(reads.read) == 2, 10.0)
+    assert reads.read[1] == ("own", b"b")
+
+
+def test_a_wait_ends_by_its_limit_and_where_another_waits(reads: Reads) -> None:
+    begin = time.monotonic()
+    reads.attendant.attend(lambda: False, 0.05)
+    assert 0.05 <= time.monotonic() - begin < 5.0
+    other = threading.Thread(target=reads.attendant.attend, args=(lambda: bool(reads.read), 10.0), name="other")
+    other.start()
+    until(lambda: reads.attendant._is_attended, 10.0)
+    reads.attendant.attend(lambda: False, 10.0)  # returns at once
+    os.write(reads.into, b"a")
+    other.join(10.0)
+    assert reads.read == [("other", b"a")]
+
+
+def test_an_interrupt_in_a_wait_leaves_the_lock_free(reads: Reads) -> None:
+    reads.fails = True
+    timer = threading.Timer(0.05, os.write, (reads.into, b"a"))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        reads.attendant.attend(lambda: False, 10.0)
+    timer.join()
+    reads.fails = False
+    os.write(reads.into, b"b")
+    until(lambda: reads.read[1:] == [("own", b"b")], 10.0)
+
+
+def test_a_wait_inside_of_a_callback_does_not_process(reads: Reads) -> None:
+    seen: list[float] = []
+
+    def process(ready: Set[int]) -> float:
+        begin = time.monotonic()
+        attendant.attend(lambda: False, 10.0)
+        seen.append(time.monotonic() - begin)
+        return 3600.0
+
+    attendant = Attendant(process, lambda: False, 0.0)
+    attendant.attend_now()
+    attendant.close()
+    assert len(seen) == 1 and seen[0] < 5.0
