@@ -81,14 +81,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.num_batches_tracked.add_(1)
         if not self.training:  # no running statistics: PyTorch normalizes by the local batch in evaluation mode
             return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        output, mean, variance, count = _Normalize.apply(input, self.weight, self.bias, self.eps, collectives)  # type: ignore[no-untyped-call]
-        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+        output, *statistics = normalize(input, self.weight, self.bias, self.eps, collectives)
+        if self.track_running_stats:
             rate = 1.0 / float(self.num_batches_tracked or 1) if self.momentum is None else self.momentum
-            with torch.no_grad():
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-                unbiased = variance * (count / (count - 1.0))
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), rate)
-        return output  # type: ignore[no-any-return]
+            update_running(self.running_mean, self.running_var, *statistics, rate)
+        return output
 
     def _local(self, input: Tensor, use_batch: bool) -> Tensor:
         rate = 0.0 if self.momentum is None else self.momentum
@@ -161,21 +158,39 @@ def _converted(part: Any, group: dist.ProcessGroup | None) -> SyncBatchNorm:
 
 
 class _Normalize(torch.autograd.Function):
+    """Forward and backward are one pass of PyTorch's kernels for given statistics each, and one for the sums.
+
+    Statistics of a group of channels: a rank's values are as many in each, so the means of its channels combine without counts.
+    With ``z = (x - mean) * inverse``, ``S1`` and ``S2`` the means of ``w * dy`` and ``w * dy * z`` over a group and all ranks:
+    ``dx = inverse * (w * dy - S1 - z * S2)``, which is ``a * dy + b * x + c`` with numbers for each channel.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, collectives: Collectives
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        collectives: Collectives,
+        channels_of_group: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = torch.promote_types(input.dtype, torch.float32)
         x = input.to(wide)
-        dims = [d for d in range(x.dim()) if d != 1]
         num_channels = x.shape[1]
-        local_count = x.numel() // max(num_channels, 1)
-        variance, mean = torch.var_mean(x, dims, correction=0) if local_count else (x.new_zeros(num_channels),) * 2
-        mine = torch.cat([x.new_full((1,), float(local_count)), mean, variance * local_count])
-        everyone = collectives[0](mine)
-        counts, means, squares = everyone[:, :1], everyone[:, 1 : num_channels + 1], everyone[:, num_channels + 1 :]
+        num_groups, per_channel = num_channels // channels_of_group, x.numel() // max(num_channels, 1)
+        if per_channel:
+            mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+            means = mean.view(num_groups, channels_of_group)
+            mean = means.mean(1)
+            variance = variance.view_as(means).mean(1) + ((means - mean[:, None]) ** 2).mean(1)
+        else:
+            mean, variance = x.new_zeros(2, num_groups)
+        local_count = per_channel * channels_of_group
+        everyone = collectives[0](torch.cat([x.new_full((1,), float(local_count)), mean, variance * local_count]))
+        counts, means, squares = everyone[:, :1], everyone[:, 1 : num_groups + 1], everyone[:, num_groups + 1 :]
         count = counts.sum()
-        if count <= 1:
+        if not input.is_meta and count <= 1:
             raise ValueError(
                 explain(
                     "batch normalization needs more than one value per channel over all ranks",
@@ -185,34 +200,78 @@ class _Normalize(torch.autograd.Function):
             )
         mean = (counts * means).sum(0) / count
         variance = (squares.sum(0) + (counts * (means - mean) ** 2).sum(0)) / count
-        inverse = torch.rsqrt(variance + eps)
-        shape = [1, num_channels] + [1] * (x.dim() - 2)
-        normal = (x - mean.view(shape)) * inverse.view(shape)
-        output = normal if weight is None else normal * weight.to(wide).view(shape)
-        output = output if bias is None else output + bias.to(wide).view(shape)
-        ctx.save_for_backward(input, weight, mean, inverse, count)
-        ctx.collectives, ctx.has_bias = collectives, bias is not None
+        scale, shift = (None if each is None else each.to(wide) for each in (weight, bias))
+        of_channels = [each.repeat_interleave(channels_of_group) for each in (mean, variance)]
+        output = F.batch_norm(x, *of_channels, scale, shift, False, 0.0, eps) if per_channel else x
+        ctx.save_for_backward(input, weight, mean, variance, count)
+        ctx.collectives, ctx.has_bias, ctx.eps, ctx.channels_of_group = collectives, bias is not None, eps, channels_of_group
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        input, weight, mean, inverse, count = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        input, weight, mean, variance, count = ctx.saved_tensors
         x, dy = input.to(mean.dtype), gradient.to(mean.dtype)
-        dims = [d for d in range(x.dim()) if d != 1]
-        shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
-        normal = (x - mean.view(shape)) * inverse.view(shape)
-        sum_dy, sum_dy_normal = dy.sum(dims), (dy * normal).sum(dims)
+        mean, variance = (each.repeat_interleave(ctx.channels_of_group) for each in (mean, variance))
+        inverse = torch.rsqrt(variance + ctx.eps)
+        sum_dy_normal, sum_dy = _sums(dy, x, mean, variance, ctx.eps)
         d_weight = sum_dy_normal.to(weight.dtype) if weight is not None else None
         d_bias = sum_dy.to(weight.dtype) if ctx.has_bias else None
         if not ctx.needs_input_grad[0]:
             # All ranks skip the collective alike: whether the input needs a gradient depends on the model only.
-            return None, d_weight, d_bias, None, None
-        sums = torch.cat([sum_dy, sum_dy_normal])
+            return None, d_weight, d_bias, None, None, None
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        sums = torch.stack([scale * sum_dy, scale * sum_dy_normal]).view(2, -1, ctx.channels_of_group).sum(2)
         ctx.collectives[1](sums)
-        sums /= count
-        mean_dy, mean_dy_normal = sums.chunk(2)
-        scale = inverse if weight is None else inverse * weight.to(mean.dtype)
-        dx = (dy - mean_dy.view(shape) - normal * mean_dy_normal.view(shape)) * scale.view(shape)
-        return dx.to(input.dtype), d_weight, d_bias, None, None
+        mean_dy, mean_dy_normal = (sums / count).repeat_interleave(ctx.channels_of_group, dim=1)
+        shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
+        of_x = -inverse * inverse * mean_dy_normal
+        constant = -inverse * mean_dy - of_x * mean
+        dx = torch.addcmul(constant.view(shape), dy, (inverse * scale).view(shape)).addcmul_(x, of_x.view(shape))
+        return dx.to(input.dtype), d_weight, d_bias, None, None, None
+
+
+def _sums(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the sums of ``dy * (x - mean) / deviation`` and of ``dy`` over all but the channels."""
+    if not x.numel():
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    one = torch.ones_like(mean)
+    mask = [False, True, True]
+    found = torch.ops.aten.native_batch_norm_backward(dy, x, one, mean, variance, None, None, False, eps, mask)
+    return found[1], found[2]
+
+
+def normalize(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    collectives: Collectives,
+    channels_of_group: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalize (N, C, ...) by the statistics of all ranks, which every rank must call; differentiable.
+
+    Args:
+        weight, bias: (C,), or None.
+        collectives: how statistics of the ranks are combined.
+        channels_of_group: neighbouring channels that have their statistics in common.
+
+    Returns:
+        The normalized input; the means and the variances (without Bessel's correction) of the groups of channels; the number
+        of values that each of these was made from.
+
+    Raises:
+        ValueError: that number is 1 or less.
+    """
+    return _Normalize.apply(input, weight, bias, eps, collectives, channels_of_group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@torch.no_grad()
+def update_running(
+    running_mean: Tensor | None, running_var: Tensor | None, mean: Tensor, variance: Tensor, count: Tensor, rate: float
+) -> None:
+    """Move running statistics, where there are some, toward those that ``normalize`` returned, as PyTorch does."""
+    if running_mean is not None and running_var is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), rate)
+        running_var.lerp_((variance * (count / (count - 1.0))).to(running_var.dtype), rate)

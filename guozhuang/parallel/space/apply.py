@@ -1,0 +1,87 @@
+"""``divide_space``: one sample of a model divided along its height over the ranks of the axis "space"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ...errors import UsageError, explain
+from ..axes import Around, Axes
+from . import draws, norms, resample, shapes, windows
+from .exchange import Region, own_rows
+from .tensor import SpaceTensor, whole_output
+
+_OPERATIONS = (draws, norms, resample, shapes, windows)  # importing them registers what they know
+_CONVOLUTIONS = {
+    1: (nn.Conv1d, nn.ConvTranspose1d),
+    2: (nn.Conv2d, nn.ConvTranspose2d),
+    3: (nn.Conv3d, nn.ConvTranspose3d),
+}
+
+
+def divide_space(model: nn.Module, axes: Axes) -> Around:
+    """Return what to do around the model's forward so that each rank of the axis "space" computes some rows of each sample.
+
+    The model itself and its parameters stay as they are. Inputs that are images, that is floating-point tensors with the
+    spatial dimensions of the model's convolutions behind samples and channels (or behind channels), are divided along the
+    first spatial dimension; other inputs stay whole. Every rank must be given equal inputs, and gets the whole output.
+    Gradients of parameters are this rank's share: their mean over the ranks of the axis is the whole model's.
+
+    Raises:
+        UsageError: the model has no convolution, or a ``SyncBatchNorm``.
+    """
+    group = axes.group("space")
+    if group is None:
+        return Around(lambda args, kwargs: (args, dict(kwargs)), lambda result: result)
+    region = Region(group, _num_dims(model))
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if names:
+        raise UsageError(
+            explain(
+                "under space a BatchNorm normalizes over the whole image already; SyncBatchNorm would exchange rows as samples",
+                value=names[0],
+                fix="leave nn.BatchNorm as it is",
+            )
+        )
+
+    def inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        region.with_gradients = torch.is_grad_enabled()
+        return tree_map(lambda each: _divided(each, region), (args, dict(kwargs)))  # type: ignore[no-any-return]
+
+    return Around(inputs, whole_output)
+
+
+def _num_dims(model: nn.Module) -> int:
+    for module in model.modules():
+        for num, kinds in _CONVOLUTIONS.items():
+            if isinstance(module, kinds):
+                return num
+    raise UsageError(
+        explain(
+            "space divides images among convolutions, and the model has none",
+            value=type(model).__name__,
+            fix="choose pipeline, tensor or sequence, or data parallelism",
+        )
+    )
+
+
+def _divided(each: Any, region: Region) -> Any:
+    if not isinstance(each, Tensor) or isinstance(each, SpaceTensor) or not each.is_floating_point():
+        return each
+    at = each.dim() - region.num_dims
+    if at not in (1, 2):
+        return each
+    if each.shape[at] < region.size:
+        raise UsageError(
+            explain(
+                f"an input has {each.shape[at]} rows for {region.size} ranks",
+                value=tuple(each.shape),
+                rank=region.index,
+                fix=f"use at most {max(each.shape[at], 1)} ranks along space",
+            )
+        )
+    return SpaceTensor(own_rows(region, each, at), at, each.shape[at], region)

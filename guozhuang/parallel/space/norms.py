@@ -1,0 +1,89 @@
+"""Normalization of divided images: statistics are those of the whole image, over all ranks of the region."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...sync_batch_norm import normalize, update_running
+from .tensor import SpaceTensor, handles
+
+
+@handles("batch_norm")
+def _batch_norm(
+    func: Any, input: Any, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *_: Any,
+) -> Any:  # fmt: skip
+    if not isinstance(input, SpaceTensor) or input.at < 2:
+        return NotImplemented
+    if not training:
+        return input.like(F.batch_norm(input.local, running_mean, running_var, weight, bias, False, momentum, eps))
+    local, *statistics = normalize(input.local, weight, bias, eps, input.region.collectives)
+    update_running(running_mean, running_var, *statistics, momentum)
+    return input.like(local)
+
+
+def _by_groups(
+    input: SpaceTensor, weight: Tensor | None, bias: Tensor | None, eps: float, channels_of_group: int
+) -> SpaceTensor:
+    """Normalize each group of channels of each sample: the samples' channels are the channels of one large sample."""
+    local = input.local
+    num = local.shape[0]
+    weight, bias = (None if each is None else each.repeat(num) for each in (weight, bias))
+    one = local.reshape(1, num * local.shape[1], *local.shape[2:])
+    found, *_ = normalize(one, weight, bias, eps, input.region.collectives, channels_of_group)
+    return input.like(found.view(local.shape))
+
+
+@handles("group_norm")
+def _group_norm(
+    func: Any, input: Any, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+    *_: Any,
+) -> Any:  # fmt: skip
+    if not isinstance(input, SpaceTensor) or input.at < 2 or input.shape[1] % num_groups:
+        return NotImplemented
+    return _by_groups(input, weight, bias, eps, input.shape[1] // num_groups)
+
+
+@handles("instance_norm")
+def _instance_norm(
+    func: Any, input: Any, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+    weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1,
+    eps: float = 1e-5, *_: Any,
+) -> Any:  # fmt: skip
+    if not isinstance(input, SpaceTensor) or input.at < 2:
+        return NotImplemented
+    if not use_input_stats:
+        return _batch_norm(F.batch_norm, input, running_mean, running_var, weight, bias, False, momentum, eps)
+    return NotImplemented if running_mean is not None else _by_groups(input, weight, bias, eps, 1)
+
+
+@handles("layer_norm")
+def _layer_norm(
+    func: Any, input: Any, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, *_: Any,
+) -> Any:  # fmt: skip
+    if not isinstance(input, SpaceTensor):
+        return NotImplemented
+    first = input.dim() - len(normalized_shape)
+    if input.at < first:
+        return input.like(F.layer_norm(input.local, normalized_shape, weight, bias, eps))
+    if first < 1 or tuple(input.shape[first:]) != tuple(normalized_shape):
+        return NotImplemented
+    samples = input.like(input.local.flatten(0, first - 1).unsqueeze(1), input.at - first + 2)
+    found = _by_groups(samples, None, None, eps, 1)
+    found = input.like(found.local.view(input.local.shape))
+    found = found if weight is None else found * weight
+    return found if bias is None else found + bias
+
+
+@handles("rms_norm")
+def _rms_norm(
+    func: Any, input: Any, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    if not isinstance(input, SpaceTensor) or input.at >= input.dim() - len(normalized_shape):
+        return NotImplemented
+    return input.like(F.rms_norm(input.local, normalized_shape, weight, eps))

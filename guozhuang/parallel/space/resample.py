@@ -1,0 +1,118 @@
+"""Resampling of divided images: ``interpolate``, with the arithmetic of PyTorch's kernels for which rows an output is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .exchange import fetch
+from .ranges import Span, parts, ranges_plan
+from .tensor import SpaceTensor, handles
+
+_LINEAR = {"linear": 1, "bilinear": 2, "trilinear": 3}
+
+
+@handles("interpolate", "upsample")
+def _interpolate(
+    func: Any, input: Any, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
+    align_corners: bool | None = None, recompute_scale_factor: bool | None = None, antialias: bool = False,
+) -> Any:  # fmt: skip
+    num = input.dim() - 2
+    i = input.at - 2 if isinstance(input, SpaceTensor) else -1
+    known = mode in ("nearest", "nearest-exact") or _LINEAR.get(mode) == num
+    if i < 0 or antialias or not known or (size is None) == (scale_factor is None):
+        return NotImplemented
+    sizes, scales = list(input.shape[2:]), [None] * num
+    if size is not None:
+        outputs = [size] * num if isinstance(size, int) else [int(each) for each in size]
+    else:
+        factors = [scale_factor] * num if isinstance(scale_factor, int | float) else list(scale_factor)
+        outputs = [int(s * float(f)) for s, f in zip(sizes, factors, strict=True)]
+        scales = [None] * num if recompute_scale_factor else factors
+    if len(outputs) != num or outputs[i] < input.region.size:
+        return NotImplemented
+    rows = _Rows(sizes[i], outputs[i], scales[i], mode, bool(align_corners))
+    region = input.region
+    spans = parts(outputs[i], region.size)
+    plan = ranges_plan(sizes[i], tuple(rows.needed(span) for span in spans), region.index)
+    local = fetch(region, input.local, input.at, plan)
+    start = rows.needed(spans[region.index])[0]
+    if rows.factor:
+        outputs_of_local = list(outputs)
+        outputs_of_local[i] = local.shape[input.at] * rows.factor
+        local = _resized(local, outputs_of_local, scales, i, float(rows.factor), mode, align_corners)
+        first, behind = spans[region.index]
+        local = local.narrow(input.at, first - start * rows.factor, behind - first)
+    else:
+        outputs_of_local = list(outputs)
+        outputs_of_local[i] = local.shape[input.at]
+        if outputs_of_local != list(local.shape[2:]):
+            local = _resized(local, outputs_of_local, scales, i, 1.0, mode, align_corners)
+        local = rows.picked(local, input.at, spans[region.index], start)
+    return input.like(local, size=outputs[i])
+
+
+def _resized(
+    local: Tensor, outputs: Sequence[int], scales: Sequence[Any], i: int, factor: float, mode: str, align_corners: bool | None
+) -> Tensor:
+    """Resample the dimensions that are not divided as the whole image's, and the divided one by a factor."""
+    if all(each is None for each in scales):
+        return F.interpolate(local, tuple(outputs), mode=mode, align_corners=align_corners)
+    factors = [float(factor) if d == i else float(each) for d, each in enumerate(scales)]
+    return F.interpolate(local, scale_factor=tuple(factors), mode=mode, align_corners=align_corners)
+
+
+class _Rows:
+    """Which rows of the image each row of the resampled one is made of, in the arithmetic of PyTorch's kernels.
+
+    Attributes:
+        factor: the factor, if each row becomes a power of two of rows, in the same way everywhere; else 0. Then the kernel
+            itself may run on some rows with the same result: all its numbers are exact.
+    """
+
+    def __init__(self, size: int, num_outputs: int, scale: float | None, mode: str, align_corners: bool) -> None:
+        self._size, self._mode, self._aligned = size, mode, align_corners
+        self._num_outputs = num_outputs
+        one = torch.tensor(1.0)
+        if align_corners:
+            self._scale = one * (size - 1) / (num_outputs - 1) if num_outputs > 1 else one * 0
+        else:
+            self._scale = one / scale if scale else one * size / num_outputs
+        times = num_outputs // size
+        exact = times * size == num_outputs and times & (times - 1) == 0 and (not scale or scale == times)
+        self.factor = times if exact and not align_corners else 0
+
+    def _sources(self, outputs: range) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the two rows that each output is made of, and the share of the second."""
+        j = torch.tensor(list(outputs), dtype=torch.float32)
+        if self._mode == "nearest":
+            first = (j * self._scale).floor().long().clamp(max=self._size - 1)
+            return first, first, torch.zeros_like(j)
+        if self._mode == "nearest-exact":
+            first = ((j + 0.5) * self._scale).floor().long().clamp(max=self._size - 1)
+            return first, first, torch.zeros_like(j)
+        place = j * self._scale if self._aligned else ((j + 0.5) * self._scale - 0.5).clamp(min=0)
+        first = place.floor().long().clamp(max=self._size - 1)
+        second = (first + 1).clamp(max=self._size - 1)
+        return first, second, (place - first).clamp(0, 1)
+
+    def needed(self, outputs: Span) -> Span:
+        """Return (start, stop) of the image's rows that the outputs are made of, and one more on each side for a factor."""
+        first, second, _ = self._sources(range(*outputs))
+        more = 1 if self.factor and self._mode in _LINEAR else 0
+        return max(int(first[0]) - more, 0), min(int(second[-1]) + 1 + more, self._size)
+
+    def picked(self, local: Tensor, dim: int, outputs: Span, start: int) -> Tensor:
+        """Return the outputs, made of the rows from ``start`` on."""
+        first, second, share = (each.to(local.device) for each in self._sources(range(*outputs)))
+        above = local.index_select(dim, first - start)
+        if self._mode not in _LINEAR:
+            return above
+        shape = [1] * local.dim()
+        shape[dim] = len(share)
+        share = share.to(local.dtype).view(shape)
+        return above * (1 - share) + local.index_select(dim, second - start) * share
