@@ -81,10 +81,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.num_batches_tracked.add_(1)
         if not self.training:  # no running statistics: PyTorch normalizes by the local batch in evaluation mode
             return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        output, *statistics = normalize(input, self.weight, self.bias, self.eps, collectives)
+        output, mean, variance, count = normalize(input, self.weight, self.bias, self.eps, collectives)
         if self.track_running_stats:
             rate = 1.0 / float(self.num_batches_tracked or 1) if self.momentum is None else self.momentum
-            update_running(self.running_mean, self.running_var, *statistics, rate)
+            update_running(self.running_mean, self.running_var, mean, variance, count, rate)
         return output
 
     def _local(self, input: Tensor, use_batch: bool) -> Tensor:
@@ -201,16 +201,23 @@ class _Normalize(torch.autograd.Function):
         mean = (counts * means).sum(0) / count
         variance = (squares.sum(0) + (counts * (means - mean) ** 2).sum(0)) / count
         scale, shift = (None if each is None else each.to(wide) for each in (weight, bias))
-        of_channels = [each.repeat_interleave(channels_of_group) for each in (mean, variance)]
-        output = F.batch_norm(x, *of_channels, scale, shift, False, 0.0, eps) if per_channel else x
+        means, variances = (each.repeat_interleave(channels_of_group) for each in (mean, variance))
+        output = F.batch_norm(x, means, variances, scale, shift, False, 0.0, eps) if per_channel else x
         ctx.save_for_backward(input, weight, mean, variance, count)
-        ctx.collectives, ctx.has_bias, ctx.eps, ctx.channels_of_group = collectives, bias is not None, eps, channels_of_group
+        ctx.collectives, ctx.has_bias, ctx.eps, ctx.channels_of_group = (
+            collectives,
+            bias is not None,
+            eps,
+            channels_of_group,
+        )
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor, *_: Any
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         input, weight, mean, variance, count = ctx.saved_tensors
         x, dy = input.to(mean.dtype), gradient.to(mean.dtype)
         mean, variance = (each.repeat_interleave(ctx.channels_of_group) for each in (mean, variance))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from guozhuang.parallel.space.ranges import (
+    Piece,
     Plan,
     TransposedWindow,
     Window,
@@ -68,7 +70,9 @@ def test_windows_over_parts_equal_those_over_the_whole() -> None:
             continue
         image, got, far = over_ranks(size, num, lambda r: window_plan(window, size, num, r))  # noqa: B023
         expected = F.conv1d(image[None, None], weight, stride=stride, padding=padding, dilation=dilation)
-        found = torch.cat([F.conv1d(torch.tensor([[rows]]), weight, stride=stride, dilation=dilation) for rows in got], 2)
+        found = torch.cat(
+            [F.conv1d(torch.tensor([[rows]]), weight, stride=stride, dilation=dilation) for rows in got], 2
+        )
         torch.testing.assert_close(found, expected)
         cases, beyond = cases + 1, beyond + far
     assert beyond > 50
@@ -78,7 +82,11 @@ def test_transposed_windows_over_parts_equal_those_over_the_whole() -> None:
     draw, cases = random.Random(2), 0
     while cases < 400:
         num, kernel, stride, dilation, padding = numbers(draw)
-        size, weight, extra = draw.randint(num, 20), torch.rand(1, 1, kernel), draw.randint(0, max(stride, dilation) - 1)
+        size, weight, extra = (
+            draw.randint(num, 20),
+            torch.rand(1, 1, kernel),
+            draw.randint(0, max(stride, dilation) - 1),
+        )
         window = TransposedWindow(kernel, stride, dilation, padding, extra)
         if window.num_outputs(size) < num:
             continue
@@ -88,7 +96,7 @@ def test_transposed_windows_over_parts_equal_those_over_the_whole() -> None:
         for (start, stop), rows in zip(parts(window.num_outputs(size), num), got, strict=True):
             made = F.conv_transpose1d(torch.tensor([[rows]]), weight, None, stride, dilation=dilation)
             first = start - window.first_made((start, stop))
-            assert 0 <= first and first + stop - start <= made.shape[2]
+            assert first >= 0 and first + stop - start <= made.shape[2]
             found.append(made[:, :, first : first + stop - start])
         torch.testing.assert_close(torch.cat(found, 2), expected)
         cases += 1
@@ -108,19 +116,20 @@ def test_padding_and_cutting_over_parts(mode: str) -> None:
         rows = padded_rows(size, before, after, mode)
         image, got, _ = over_ranks(size, num, lambda r: rows_plan(rows, length, size, num, r))  # noqa: B023
         expected = F.pad(image[None, None], (before, after), mode)[0, 0]
-        assert sum(got, []) == expected.tolist()
+        assert list(itertools.chain(*got)) == expected.tolist()
 
 
 def test_strided_and_reversed_rows_and_ranges() -> None:
     draw = random.Random(4)
     for _ in range(300):
         num, size = draw.randint(2, 5), draw.randint(8, 40)
-        wanted = range(size)[slice(draw.randint(-size, size), draw.randint(-size, size), draw.choice([-3, -2, -1, 1, 2, 3]))]
+        wanted = range(size)[
+            slice(draw.randint(-size, size), draw.randint(-size, size), draw.choice([-3, -2, -1, 1, 2, 3]))
+        ]
         if len(wanted) >= num:
-            pieces = padded_rows(size, 0, 0, "constant")
-            pieces = (type(pieces[0])(0, wanted),)
+            pieces = (Piece(0, wanted),)
             _, got, _ = over_ranks(size, num, lambda r: rows_plan(pieces, len(wanted), size, num, r))  # noqa: B023
-            assert sum(got, []) == [float(row + 1) for row in wanted]
+            assert list(itertools.chain(*got)) == [float(row + 1) for row in wanted]
         starts = [draw.randint(0, size - 1) for _ in range(num)]
         needed = tuple((start, draw.randint(start + 1, size)) for start in starts)
         _, got, _ = over_ranks(size, num, lambda r: ranges_plan(size, needed, r))  # noqa: B023

@@ -31,8 +31,5 @@ def _dropout(func: Any, input: Any, p: float = 0.5, training: bool = True, inpla
     if "alpha" in func.__name__:
         return NotImplemented
     kept = func(torch.ones(input.shape, dtype=input.dtype, device=input.device), p, training)
-    found = input * _own(input, kept)
-    if inplace:
-        input.local.copy_(found.local)
-        return input
-    return found
+    found = input.local * _own(input, kept).local
+    return input.like(input.local.copy_(found) if inplace else found)

@@ -89,7 +89,7 @@ def _travel(region: Region, away: list[tuple[int, Tensor]], coming: list[tuple[i
 
 
 def receive(region: Region, local: Tensor, dim: int, plan: Plan) -> list[Tensor]:
-    """Send and receive the rows of a plan; return one tensor for each of its ``receives``. Every rank of the region calls it."""
+    """Send and receive the rows of a plan; return one tensor for each of its ``receives``. Every rank must call it."""
     away = [
         (peer, torch.cat([_rows(local, dim, rows) for rows in ranges], dim).contiguous()) for peer, ranges in plan.sends
     ]
@@ -158,7 +158,7 @@ class _Fetch(torch.autograd.Function):
 
 def fetch(region: Region, local: Tensor, dim: int, plan: Plan, fill: float = 0.0) -> Tensor:
     """Return the plan's target, made of the rows of all ranks; differentiable. Every rank of the region calls it."""
-    return local if plan.is_identity else _Fetch.apply(local, region, dim, plan, fill)  # type: ignore[no-any-return,no-untyped-call]
+    return local if plan.is_identity else _Fetch.apply(local, region, dim, plan, fill)  # type: ignore[no-untyped-call]
 
 
 def whole(region: Region, local: Tensor, dim: int, size: int) -> Tensor:
@@ -240,11 +240,14 @@ class _Extreme(torch.autograd.Function):
         local, found = ctx.saved_tensors
         among = (local == found).to(gradient.dtype)
         count = ctx.region.combine(among.sum(ctx.dims, keepdim=True))
-        return among * (ctx.region.combine(gradient.clone(memory_format=torch.contiguous_format)) / count), None, None, None
+        return (
+            among * (ctx.region.combine(gradient.clone(memory_format=torch.contiguous_format)) / count),
+            None,
+            None,
+            None,
+        )
 
 
 def extreme(region: Region, local: Tensor, dims: tuple[int, ...], largest: bool) -> Tensor:
-    """Return the largest or smallest value over the dimensions and all ranks, which stay with size 1; ties share its gradient."""
+    """Return the largest or smallest over the dimensions, which stay with size 1, and all ranks; ties share its gradient."""
     return _Extreme.apply(local, region, dims, largest)  # type: ignore[no-any-return,no-untyped-call]
-
-

@@ -21,8 +21,8 @@ def _batch_norm(
         return NotImplemented
     if not training:
         return input.like(F.batch_norm(input.local, running_mean, running_var, weight, bias, False, momentum, eps))
-    local, *statistics = normalize(input.local, weight, bias, eps, input.region.collectives)
-    update_running(running_mean, running_var, *statistics, momentum)
+    local, mean, variance, count = normalize(input.local, weight, bias, eps, input.region.collectives)
+    update_running(running_mean, running_var, mean, variance, count, momentum)
     return input.like(local)
 
 
@@ -74,8 +74,8 @@ def _layer_norm(
     if first < 1 or tuple(input.shape[first:]) != tuple(normalized_shape):
         return NotImplemented
     samples = input.like(input.local.flatten(0, first - 1).unsqueeze(1), input.at - first + 2)
-    found = _by_groups(samples, None, None, eps, 1)
-    found = input.like(found.local.view(input.local.shape))
+    normal = _by_groups(samples, None, None, eps, 1)
+    found: Tensor = input.like(normal.local.view(input.local.shape))
     found = found if weight is None else found * weight
     return found if bias is None else found + bias
 

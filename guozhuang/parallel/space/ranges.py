@@ -138,7 +138,9 @@ class Window:
     def needs(self, outputs: Span) -> Span:
         """Return the inputs that the outputs need; they may lie outside of what there is."""
         a, b = outputs
-        return a * self.stride - self.before, (b - 1) * self.stride - self.before + self.dilation * (self.kernel - 1) + 1
+        return a * self.stride - self.before, (b - 1) * self.stride - self.before + self.dilation * (
+            self.kernel - 1
+        ) + 1
 
     def num_inside(self, output: int, size: int, count_padding: bool) -> int:
         """Return how many rows average pooling divides by for one output: those inside, or those of the padded image."""

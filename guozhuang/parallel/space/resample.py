@@ -1,4 +1,4 @@
-"""Resampling of divided images: ``interpolate``, with the arithmetic of PyTorch's kernels for which rows an output is made of."""
+"""Resampling of divided images: ``interpolate``, which takes the rows of each output by the arithmetic of PyTorch's kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def _interpolate(
     known = mode in ("nearest", "nearest-exact") or _LINEAR.get(mode) == num
     if i < 0 or antialias or not known or (size is None) == (scale_factor is None):
         return NotImplemented
-    sizes, scales = list(input.shape[2:]), [None] * num
+    sizes: list[int] = list(input.shape[2:])
+    scales: list[float | None] = [None] * num
     if size is not None:
         outputs = [size] * num if isinstance(size, int) else [int(each) for each in size]
     else:
@@ -35,7 +36,8 @@ def _interpolate(
         scales = [None] * num if recompute_scale_factor else factors
     if len(outputs) != num or outputs[i] < input.region.size:
         return NotImplemented
-    rows = _Rows(sizes[i], outputs[i], scales[i], mode, bool(align_corners))
+    exact = torch.float64 if input.dtype == torch.float64 and mode in _LINEAR else torch.float32
+    rows = _Rows(sizes[i], outputs[i], scales[i], mode, bool(align_corners), exact)
     region = input.region
     spans = parts(outputs[i], region.size)
     plan = ranges_plan(sizes[i], tuple(rows.needed(span) for span in spans), region.index)
@@ -57,7 +59,13 @@ def _interpolate(
 
 
 def _resized(
-    local: Tensor, outputs: Sequence[int], scales: Sequence[Any], i: int, factor: float, mode: str, align_corners: bool | None
+    local: Tensor,
+    outputs: Sequence[int],
+    scales: Sequence[Any],
+    i: int,
+    factor: float,
+    mode: str,
+    align_corners: bool | None,
 ) -> Tensor:
     """Resample the dimensions that are not divided as the whole image's, and the divided one by a factor."""
     if all(each is None for each in scales):
@@ -74,10 +82,11 @@ class _Rows:
             itself may run on some rows with the same result: all its numbers are exact.
     """
 
-    def __init__(self, size: int, num_outputs: int, scale: float | None, mode: str, align_corners: bool) -> None:
-        self._size, self._mode, self._aligned = size, mode, align_corners
-        self._num_outputs = num_outputs
-        one = torch.tensor(1.0)
+    def __init__(
+        self, size: int, num_outputs: int, scale: float | None, mode: str, align_corners: bool, dtype: torch.dtype
+    ) -> None:
+        self._size, self._mode, self._aligned, self._dtype = size, mode, align_corners, dtype
+        one = torch.tensor(1.0, dtype=dtype)
         if align_corners:
             self._scale = one * (size - 1) / (num_outputs - 1) if num_outputs > 1 else one * 0
         else:
@@ -88,7 +97,7 @@ class _Rows:
 
     def _sources(self, outputs: range) -> tuple[Tensor, Tensor, Tensor]:
         """Return the two rows that each output is made of, and the share of the second."""
-        j = torch.tensor(list(outputs), dtype=torch.float32)
+        j = torch.tensor(list(outputs), dtype=self._dtype)
         if self._mode == "nearest":
             first = (j * self._scale).floor().long().clamp(max=self._size - 1)
             return first, first, torch.zeros_like(j)

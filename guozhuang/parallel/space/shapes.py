@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 from .exchange import extreme, fetch, total
-from .ranges import Piece, padded_rows, rows_plan
+from .ranges import Piece, padded_rows, parts, ranges_plan, rows_plan
 from .tensor import SpaceTensor, divided_among, handles
 
 
@@ -18,7 +19,9 @@ def _positive(dim: int, num_dims: int) -> int:
     return dim + num_dims if dim < 0 else dim
 
 
-def _made_of(divided: SpaceTensor, local: Tensor, pieces: tuple[Piece, ...], length: int, fill: float = 0.0) -> SpaceTensor:
+def _made_of(
+    divided: SpaceTensor, local: Tensor, pieces: tuple[Piece, ...], length: int, fill: float = 0.0
+) -> SpaceTensor:
     """Return ``length`` rows that are made of pieces of the divided tensor's rows."""
     region = divided.region
     plan = rows_plan(pieces, length, divided.rows, region.size, region.index)
@@ -156,7 +159,9 @@ def _narrow(func: Any, input: SpaceTensor, dim: int, start: Any, length: int) ->
 
 @handles("chunk", "split", "split_with_sizes", "tensor_split", "unbind", "unsafe_chunk", "unsafe_split")
 def _split(func: Any, input: SpaceTensor, *args: Any, **kwargs: Any) -> Any:
-    dim_given = kwargs.get("dim", args[0 if func.__name__ == "unbind" else 1] if len(args) > (func.__name__ != "unbind") else 0)
+    dim_given = kwargs.get(
+        "dim", args[0 if func.__name__ == "unbind" else 1] if len(args) > (func.__name__ != "unbind") else 0
+    )
     dim = _positive(dim_given, input.dim())
     if dim == input.at:
         return NotImplemented
@@ -197,21 +202,17 @@ def _flip(func: Any, input: SpaceTensor, *dims: Any, **kwargs: Any) -> Any:
 
 @handles("pixel_shuffle", "pixel_unshuffle")
 def _pixel_shuffle(func: Any, input: SpaceTensor, factor: int) -> Any:
-    """Turn channels into rows or rows into channels; the rows of each group of ``factor`` stay together, then move."""
-    if input.at != input.dim() - 2:
+    """Turn channels into rows or rows into channels: ``factor`` rows that belong together lie on one rank meanwhile."""
+    region, size, makes_rows = input.region, input.rows, func.__name__ == "pixel_shuffle"
+    num_rows = size * factor if makes_rows else size // factor
+    if input.at != input.dim() - 2 or num_rows < region.size or (not makes_rows and size % factor):
         return NotImplemented
-    return NotImplemented if func.__name__ == "pixel_unshuffle" else shuffled(input, func, factor)
-
-
-def shuffled(input: SpaceTensor, func: Callable[..., Tensor], factor: int) -> SpaceTensor:
-    """Return the result of an operation that makes ``factor`` rows of each row, in their order."""
-    from .ranges import parts, ranges_plan
-
-    region, size = input.region, input.rows
-    have = tuple((start * factor, stop * factor) for start, stop in parts(size, region.size))
-    plan = ranges_plan(size * factor, parts(size * factor, region.size), region.index, have)
-    local = fetch(region, func(input.local, factor), input.at, plan)
-    return input.like(local, size=size * factor)
+    together = tuple((a * factor, b * factor) for a, b in parts(size if makes_rows else num_rows, region.size))
+    if makes_rows:
+        plan = ranges_plan(num_rows, parts(num_rows, region.size), region.index, together)
+        return input.like(fetch(region, func(input.local, factor), input.at, plan), size=num_rows)
+    plan = ranges_plan(size, together, region.index)
+    return input.like(func(fetch(region, input.local, input.at, plan), factor), size=num_rows)
 
 
 def _dims(dim: Any, num_dims: int) -> tuple[int, ...]:
@@ -224,7 +225,9 @@ def _reduced_at(input: SpaceTensor, dims: Sequence[int], keepdim: bool) -> int:
 
 
 @handles("sum", "mean")
-def _sum(func: Any, input: SpaceTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any) -> Any:
+def _sum(
+    func: Any, input: SpaceTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, **kwargs: Any
+) -> Any:
     dims = _dims(kwargs.get("axis", dim), input.dim())
     if input.at not in dims:
         local = func(input.local, dims, keepdim=keepdim, dtype=dtype)
@@ -251,7 +254,7 @@ _ALONG: dict[str, tuple[int, Any]] = {
     "prod": (1, None), "any": (1, None), "all": (1, None), "logsumexp": (1, None), "sort": (1, -1), "argsort": (1, -1),
     "topk": (2, -1), "kthvalue": (2, -1), "norm": (2, None), "normalize": (2, 1), "glu": (1, -1), "var": (1, None),
     "std": (1, None), "median": (1, None), "count_nonzero": (1, None), "repeat_interleave": (2, None), "roll": (2, None),
-    "linear": (9, -1), "renorm": (2, None), "cummax": (1, None), "cummin": (1, None), "diff": (2, -1),
+    "renorm": (2, None), "cummax": (1, None), "cummin": (1, None), "diff": (2, -1),
 }  # fmt: skip
 
 
@@ -260,9 +263,9 @@ def _along(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute what goes along other dimensions than the divided one from this rank's rows alone."""
     place, default = _ALONG[func.__name__]
     dim = kwargs.get("dim", kwargs.get("dims", args[place - 1] if len(args) >= place else default))
-    if not isinstance(input, SpaceTensor) or any(divided_among((args, kwargs))) or isinstance(dim, Tensor):
+    if not isinstance(input, SpaceTensor) or any(isinstance(each, Tensor) for each in tree_iter((args, kwargs))):
         return _two(func, input, *args, **kwargs)
-    if dim is None or isinstance(dim, bool) or isinstance(dim, str) or input.at in (dims := _dims(dim, input.dim())):
+    if dim is None or isinstance(dim, bool | str) or input.at in (dims := _dims(dim, input.dim())):
         return NotImplemented
     found = func(input.local, *args, **kwargs)
 
@@ -277,6 +280,13 @@ def _two(func: Any, input: Any, other: Any = None, *args: Any, **kwargs: Any) ->
     if func.__name__ in ("max", "min") and not args and not kwargs and isinstance(other, Tensor):
         return (torch.maximum if func.__name__ == "max" else torch.minimum)(input, other)
     return NotImplemented
+
+
+@handles("linear")
+def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
+    if not isinstance(input, SpaceTensor) or isinstance(weight, SpaceTensor) or input.at == input.dim() - 1:
+        return NotImplemented
+    return input.like(F.linear(input.local, weight, bias))
 
 
 @handles("prelu")

@@ -31,10 +31,32 @@ HANDLERS: dict[str, Handler] = {}
 
 # What is the same for the whole tensor and for its description: answered without any data.
 _DESCRIBES = {
-    *("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "itemsize"),
+    *(
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "is_cuda",
+        "is_cpu",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "itemsize",
+    ),
     *("nbytes", "names", "is_mkldnn", "is_xpu", "is_mps", "is_nested", "is_sparse_csr", "is_leaf"),
     *("size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "is_contiguous"),
-    *("storage_offset", "ndimension", "get_device", "__len__", "__hash__", "is_signed", "is_inference", "is_conj", "is_neg"),
+    *(
+        "storage_offset",
+        "ndimension",
+        "get_device",
+        "__len__",
+        "__hash__",
+        "is_signed",
+        "is_inference",
+        "is_conj",
+        "is_neg",
+    ),
 }
 _REFUSED = {
     "register_hook": "the gradient of some rows would reach the hook",
@@ -72,10 +94,11 @@ class SpaceTensor(Tensor):
     region: Region
 
     @staticmethod
+    @override
     def __new__(cls, local: Tensor, at: int, size: int, region: Region) -> SpaceTensor:
         shape = list(local.shape)
         shape[at] = size
-        made: SpaceTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
+        made: SpaceTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         made.local, made.at, made.region = local, at, region
         return made
 
@@ -98,7 +121,7 @@ class SpaceTensor(Tensor):
         return whole(self.region, self.local, self.at, self.rows)
 
     @override
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return f"SpaceTensor(shape={tuple(self.shape)}, rows {self.span} of dimension {self.at}, local={self.local!r})"
 
     @classmethod
@@ -118,7 +141,7 @@ class SpaceTensor(Tensor):
 
     @classmethod
     @override
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise UsageError(
             explain(
                 "an operation that PyTorch's functions do not announce got an activation whose rows lie on several ranks",
@@ -177,18 +200,19 @@ def _running_function() -> str | None:
     return None
 
 
-def _on_whole(first: SpaceTensor, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _on_whole(
+    first: SpaceTensor, name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """Compute the operation on whole tensors; divide results that are images of the same height again."""
     region = first.region
-    if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__delitem__") or _is_iop(name):
-        if isinstance(args[0], SpaceTensor):
-            raise UsageError(
-                explain(
-                    f"{name} changes an activation in place whose rows lie on several ranks",
-                    value=tuple(first.shape),
-                    fix="use an operation that returns its result, or train with another strategy than space",
-                )
+    if changes_in_place(name) and isinstance(args[0], SpaceTensor):
+        raise UsageError(
+            explain(
+                f"{name} changes an activation in place whose rows lie on several ranks",
+                value=tuple(first.shape),
+                fix="use an operation that returns its result, or train with another strategy than space",
             )
+        )
     if name not in region.named:
         region.named.add(name)
         if region.index == 0:
@@ -228,17 +252,35 @@ _ALIASES = {
     "rshift": "bitwise_right_shift",
 }  # fmt: skip
 _COMPOSED = {
-    *("to", "float", "half", "bfloat16", "double", "long", "int", "bool", "type", "type_as", "contiguous", "clone", "detach"),
+    *(
+        "to",
+        "float",
+        "half",
+        "bfloat16",
+        "double",
+        "long",
+        "int",
+        "bool",
+        "type",
+        "type_as",
+        "contiguous",
+        "clone",
+        "detach",
+    ),
     *("cpu", "cuda", "zeros_like", "ones_like", "empty_like", "full_like", "data", "alias", "zero", "fill"),
     *("relu6", "hardswish", "hardsigmoid", "hardtanh", "elu", "selu", "celu", "silu", "mish", "logsigmoid", "softsign"),
     *("tanhshrink", "hardshrink", "softshrink", "threshold", "nan_to_num", "isnan", "isfinite", "isinf", "positive"),
     *("float_power", "softplus", "log_sigmoid", "where", "bitwise_not", "masked_fill", "copy", "real", "pin_memory"),
 }
+_NOT_IN_PLACE = {"invert", "index", "int", "iter"}
 _ELEMENTWISE: dict[str, bool] = {}
 
 
-def _is_iop(name: str) -> bool:
-    return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__")
+def changes_in_place(name: str) -> bool:
+    """Return whether an operation of this name changes its first argument: ``add_``, ``__iadd__``, ``__setitem__``."""
+    if name.startswith("__"):
+        return name in ("__setitem__", "__delitem__") or (name.startswith("__i") and name[2:-2] not in _NOT_IN_PLACE)
+    return name.endswith("_")
 
 
 def is_elementwise(name: str) -> bool:
@@ -274,7 +316,7 @@ def _elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return NotImplemented  # PyTorch says what is wrong with the shapes
     changed = args[0] if args and isinstance(args[0], Tensor) else None
     name = _name(func)
-    in_place = changed is not None and (_is_iop(name) or (name.endswith("_") and not name.endswith("__")))
+    in_place = changed is not None and changes_in_place(name)
     if in_place and not isinstance(changed, SpaceTensor):
         return NotImplemented
 

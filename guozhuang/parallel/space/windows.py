@@ -78,7 +78,14 @@ class _Convolution:
         self, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, transposed: bool = False,
         extra: Sequence[int] = (), keep: tuple[int, int, int] | None = None,
     ) -> None:  # fmt: skip
-        self._numbers = (list(stride), list(padding), list(dilation), transposed, list(extra) or [0] * len(stride), groups)
+        self._numbers = (
+            list(stride),
+            list(padding),
+            list(dilation),
+            transposed,
+            list(extra) or [0] * len(stride),
+            groups,
+        )
         self._keep = keep
 
     def forward(self, rows: Tensor, *tensors: Tensor | None) -> Tensor:
@@ -97,7 +104,13 @@ class _Convolution:
         if self._keep:
             dim, first, count = self._keep
             i = dim - 2
-            made = (rows.shape[dim] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (weight.shape[dim] - 1) + extra[i] + 1
+            made = (
+                (rows.shape[dim] - 1) * stride[i]
+                - 2 * padding[i]
+                + dilation[i] * (weight.shape[dim] - 1)
+                + extra[i]
+                + 1
+            )
             whole_shape = list(gradient.shape)
             whole_shape[dim] = made
             widened = gradient.new_zeros(whole_shape)
@@ -145,7 +158,7 @@ def _spatial(divided: Any, num: int) -> int | None:
 
 
 def _batched(divided: SpaceTensor, num: int) -> SpaceTensor:
-    return divided.unsqueeze(0) if divided.dim() == num + 1 else divided
+    return divided.like(divided.local.unsqueeze(0), divided.at + 1) if divided.dim() == num + 1 else divided
 
 
 def _cast(local: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -157,10 +170,12 @@ def _cast(local: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
     return [None if each is None else each.to(dtype) for each in (local, *tensors)]
 
 
+@handles("conv1d", "conv2d", "conv3d")
 def _convolve(
-    num: int, func: Any, input: Any, weight: Tensor, bias: Tensor | None, stride: Ints, padding: Ints | str, dilation: Ints,
-    groups: int,
+    func: Any, input: Any, weight: Tensor, bias: Tensor | None = None, stride: Ints = 1, padding: Ints | str = 0,
+    dilation: Ints = 1, groups: int = 1,
 ) -> Any:  # fmt: skip
+    num = weight.dim() - 2
     i = _spatial(input, num)
     if i is None or isinstance(weight, SpaceTensor):
         return NotImplemented
@@ -185,21 +200,6 @@ def _convolve(
     work = _Convolution(strides, before, dilations, groups)
     found = _run(divided.like(local), work, plan, num_rows, weight_, bias_)
     return found.squeeze(0) if input.dim() == num + 1 else found
-
-
-@handles("conv1d")
-def _conv1d(func: Any, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Any:  # fmt: skip
-    return _convolve(1, func, input, weight, bias, stride, padding, dilation, groups)
-
-
-@handles("conv2d")
-def _conv2d(func: Any, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Any:  # fmt: skip
-    return _convolve(2, func, input, weight, bias, stride, padding, dilation, groups)
-
-
-@handles("conv3d")
-def _conv3d(func: Any, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Any:  # fmt: skip
-    return _convolve(3, func, input, weight, bias, stride, padding, dilation, groups)
 
 
 @handles("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -278,9 +278,7 @@ def _average_pool(
     if any(2 * p > k for p, k in zip(paddings, kernels, strict=True)) or divisor_override == 0:
         return NotImplemented  # PyTorch says what is wrong
     sizes = list(input.shape[-num:])
-    windows = [
-        Window(k, s, 1, p, p, ceil_mode) for k, s, p in zip(kernels, strides, paddings, strict=True)
-    ]
+    windows = [Window(k, s, 1, p, p, ceil_mode) for k, s, p in zip(kernels, strides, paddings, strict=True)]
     num_rows, region = windows[i].num_outputs(input.rows), input.region
     if num_rows < region.size:
         return NotImplemented
@@ -288,7 +286,9 @@ def _average_pool(
     if divisor_override is None and (ceil_mode or not count_include_pad):
         divisor = torch.ones((), dtype=input.dtype, device=input.device)
         for d, window in enumerate(windows):
-            outputs = range(window.num_outputs(sizes[d])) if d != i else range(*parts(num_rows, region.size)[region.index])
+            outputs = (
+                range(window.num_outputs(sizes[d])) if d != i else range(*parts(num_rows, region.size)[region.index])
+            )
             counts = [window.num_inside(j, sizes[d], count_include_pad) for j in outputs]
             shape = [1] * num
             shape[d] = len(counts)
