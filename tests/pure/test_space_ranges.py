@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from guozhuang.parallel.space.ranges import (
     Piece,
-    Plan,
+    RowPlan,
+    SlidingWindow,
     TransposedWindow,
-    Window,
     padded_rows,
     parts,
     ranges_plan,
@@ -25,7 +25,7 @@ from guozhuang.parallel.space.ranges import (
 )
 
 
-def carried_out(plans: list[Plan], rows: list[list[float]]) -> list[list[float]]:
+def carried_out(plans: list[RowPlan], rows: list[list[float]]) -> list[list[float]]:
     """What every rank has after the plans: messages by (from, to), taken in order."""
     mail: dict[tuple[int, int], list[float]] = {}
     for rank, plan in enumerate(plans):
@@ -48,7 +48,7 @@ def carried_out(plans: list[Plan], rows: list[list[float]]) -> list[list[float]]
     return results
 
 
-def over_ranks(size: int, num: int, plan_of: Callable[[int], Plan]) -> tuple[torch.Tensor, list[list[float]], bool]:
+def over_ranks(size: int, num: int, plan_of: Callable[[int], RowPlan]) -> tuple[torch.Tensor, list[list[float]], bool]:
     """The whole, what the ranks get, and whether a row comes from a rank beyond the next."""
     image = torch.arange(1.0, size + 1)
     plans = [plan_of(rank) for rank in range(num)]
@@ -62,10 +62,10 @@ def numbers(draw: random.Random) -> tuple[int, int, int, int, int]:
 
 def test_windows_over_parts_equal_those_over_the_whole() -> None:
     draw, cases, beyond = random.Random(1), 0, 0
-    while cases < 600:
+    while cases < 300:
         num, kernel, stride, dilation, padding = numbers(draw)
         size, weight = draw.randint(num, 40), torch.rand(1, 1, kernel)
-        window = Window(kernel, stride, dilation, padding, padding)
+        window = SlidingWindow(kernel, stride, dilation, padding, padding)
         if window.num_outputs(size) < num:
             continue
         image, got, far = over_ranks(size, num, lambda r: window_plan(window, size, num, r))  # noqa: B023
@@ -75,12 +75,12 @@ def test_windows_over_parts_equal_those_over_the_whole() -> None:
         )
         torch.testing.assert_close(found, expected)
         cases, beyond = cases + 1, beyond + far
-    assert beyond > 50
+    assert beyond > 25
 
 
 def test_transposed_windows_over_parts_equal_those_over_the_whole() -> None:
     draw, cases = random.Random(2), 0
-    while cases < 400:
+    while cases < 150:
         num, kernel, stride, dilation, padding = numbers(draw)
         size, weight, extra = (
             draw.randint(num, 20),
@@ -105,7 +105,7 @@ def test_transposed_windows_over_parts_equal_those_over_the_whole() -> None:
 @pytest.mark.parametrize("mode", ["constant", "replicate", "reflect", "circular"])
 def test_padding_and_cutting_over_parts(mode: str) -> None:
     draw = random.Random(3)
-    for _ in range(200):
+    for _ in range(60):
         num, size = draw.randint(2, 5), draw.randint(2, 30)
         size = max(size, num)
         least = 0 if mode != "constant" else -2
@@ -121,7 +121,7 @@ def test_padding_and_cutting_over_parts(mode: str) -> None:
 
 def test_strided_and_reversed_rows_and_ranges() -> None:
     draw = random.Random(4)
-    for _ in range(300):
+    for _ in range(100):
         num, size = draw.randint(2, 5), draw.randint(8, 40)
         wanted = range(size)[
             slice(draw.randint(-size, size), draw.randint(-size, size), draw.choice([-3, -2, -1, 1, 2, 3]))
@@ -139,10 +139,10 @@ def test_strided_and_reversed_rows_and_ranges() -> None:
 
 def test_pooling_counts_windows_as_pytorch_does() -> None:
     draw = random.Random(5)
-    for _ in range(300):
+    for _ in range(100):
         kernel, stride, size = draw.randint(1, 5), draw.randint(1, 4), draw.randint(5, 20)
         padding, ceil, counts_padding = draw.randint(0, kernel // 2), draw.random() < 0.5, draw.random() < 0.5
-        window = Window(kernel, stride, 1, padding, padding, ceil)
+        window = SlidingWindow(kernel, stride, 1, padding, padding, ceil)
         pooled = F.avg_pool1d(torch.ones(1, 1, size), kernel, stride, padding, ceil, counts_padding)[0, 0]
         assert window.num_outputs(size) == len(pooled)
         for j, mean in enumerate(pooled.tolist()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from guozhuang.errors import UsageError
 from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.space import divide_space
 from guozhuang.parallel.space.tensor import SpaceTensor
@@ -233,3 +233,142 @@ def made(names: list[str]) -> list[tuple[str, Tensor, nn.Module]]:
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_operations(size: int) -> None:
     run_threads(equals_one_process, size, made(list(OPERATIONS)))
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int, wider: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, wider, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(wider, wider, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(wider) for _ in range(3 if stride > 1 else 2))
+        self.short = nn.Conv2d(channels, wider, 1, stride, bias=False) if stride > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms[1](self.second(F.relu(self.norms[0](self.first(x)), inplace=True)))
+        y += x if self.short is None else self.norms[2](self.short(x))
+        return F.relu_(y)
+
+
+class ResNet(nn.Module):
+    """The stem and four stages of a ResNet, and its classifier."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        stem = (nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(True), nn.MaxPool2d(3, 2, 1))
+        stages = [(Residual(width, width, 1), Residual(width, 2 * width, 2)), (Residual(2 * width, 4 * width, 2),)]
+        self.body = nn.Sequential(*stem, *(block for stage in stages for block in stage))
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(4 * width, 5)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(torch.flatten(self.pool(self.body(image)), 1))
+
+
+def twice(channels: int, wider: int) -> nn.Module:
+    layers = [nn.Conv2d(channels, wider, 3, padding=1), nn.BatchNorm2d(wider), nn.ReLU(True)]
+    return nn.Sequential(*layers, nn.Conv2d(wider, wider, 3, padding=1), nn.BatchNorm2d(wider), nn.ReLU(True))
+
+
+class UNet(nn.Module):
+    """A U-Net of the usual form: skips that are padded to the same shape, transposed or bilinear upsampling."""
+
+    def __init__(self, width: int = 4, depth: int = 3, bilinear: bool = False) -> None:
+        super().__init__()
+        widths = [width * 2**i for i in range(depth + 1)]
+        pairs = list(itertools.pairwise(widths))
+        self.start, self.end = twice(3, width), nn.Conv2d(width, 2, 1)
+        self.down = nn.ModuleList(nn.Sequential(nn.MaxPool2d(2), twice(a, b)) for a, b in pairs)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in reversed(pairs))
+        if bilinear:
+            shrink = [nn.Conv2d(b, a, 1) for a, b in reversed(pairs)]
+            bigger = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)
+            self.up = nn.ModuleList(nn.Sequential(bigger, each) for each in shrink)
+        self.join = nn.ModuleList(twice(2 * a, a) for a, _ in reversed(pairs))
+
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        skips = [self.start(image)]
+        for down in self.down:
+            skips.append(down(skips[-1]))
+        x = skips.pop()
+        for up, join in zip(self.up, self.join, strict=True):
+            skip = skips.pop()
+            x = up(x)
+            dy, dx = skip.size()[2] - x.size()[2], skip.size()[3] - x.size()[3]
+            x = join(torch.cat([skip, F.pad(x, [dx // 2, dx - dx // 2, dy // 2, dy - dy // 2])], dim=1))
+        return {"mask": self.end(x)}
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet": (ResNet, (2, 3, 83, 40)),
+    "unet": (UNet, (1, 3, 45, 26)),
+    "bilinear unet": (lambda: UNet(bilinear=True), (2, 3, 47, 20)),
+}
+
+
+def trains_as_one_process(rank: int, size: int, model: nn.Module, images: list[Tensor]) -> None:
+    """Losses, gradients, weights and running statistics of every step, from images of several heights."""
+    one, mine = copy.deepcopy(model), copy.deepcopy(model)
+    forwards = {one: one, mine: divided(mine, size)}
+    optimizers = {each: torch.optim.SGD(each.parameters(), 0.05, momentum=0.9) for each in forwards}
+    for image in images:
+        losses = {}
+        for each, forward in forwards.items():
+            output = forward(image)
+            output = output["mask"] if isinstance(output, dict) else output
+            target = torch.arange(output.numel() // output.shape[1]).view(-1, *output.shape[2:]) % output.shape[1]
+            losses[each] = F.cross_entropy(output, target)
+            optimizers[each].zero_grad()
+            losses[each].backward()
+        average_gradients(mine)
+        close("loss", losses[mine].detach(), losses[one].detach(), 1e-7)
+        for (name, a), b in zip(mine.named_parameters(), one.parameters(), strict=True):
+            close(f"gradient of {name}", a.grad, b.grad, 1e-7)
+        for optimizer in optimizers.values():
+            optimizer.step()
+        for (name, a), b in zip(mine.state_dict().items(), one.state_dict().values(), strict=True):
+            close(name, a, b, 1e-7)
+    one.eval()
+    mine.eval()
+    with torch.no_grad():
+        found, expected = forwards[mine](images[0]), one(images[0])
+    close("evaluation", *(each["mask"] if isinstance(each, dict) else each for each in (found, expected)), 1e-7)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_networks_train_as_in_one_process(name: str, size: int) -> None:
+    make, shape = NETWORKS[name]
+    with GENERATOR:
+        torch.manual_seed(0)
+        model = make().double()
+        images = [torch.randn(*shape[:2], shape[2] + 3 * i, shape[3], dtype=torch.float64) for i in range(3)]
+    run_threads(trains_as_one_process, size, model, images)
+
+
+def saved_bytes(forward: Callable[[Any], Any], image: Tensor, parameters: set[int]) -> tuple[int, list[int]]:
+    """The bytes that autograd keeps for backward, each storage once, without parameters."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = max(kept.get(storage.data_ptr(), 0), tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = forward(image)
+    return sum(kept.values()), list((output["mask"] if isinstance(output, dict) else output).shape)
+
+
+def memory_is_divided(rank: int, size: int, model: nn.Module, image: Tensor) -> float:
+    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    return saved_bytes(divided(model, size), image, own)[0] / saved_bytes(model, image, own)[0]
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet"])
+def test_activations_of_one_image_are_divided(name: str) -> None:
+    make, _ = NETWORKS[name]
+    with GENERATOR:
+        torch.manual_seed(0)
+        model, image = make(), torch.randn(1, 3, 256, 64)
+    shares = run_threads(memory_is_divided, 2, model, image)
+    assert max(shares) <= 1.15 / 2, shares

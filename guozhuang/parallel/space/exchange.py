@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .ranges import Plan, parts, whole_plan
+from .ranges import RowPlan, parts, whole_plan
 
 
 class Region:
@@ -88,7 +88,7 @@ def _travel(region: Region, away: list[tuple[int, Tensor]], coming: list[tuple[i
         work.wait()
 
 
-def receive(region: Region, local: Tensor, dim: int, plan: Plan) -> list[Tensor]:
+def receive(region: Region, local: Tensor, dim: int, plan: RowPlan) -> list[Tensor]:
     """Send and receive the rows of a plan; return one tensor for each of its ``receives``. Every rank must call it."""
     away = [
         (peer, torch.cat([_rows(local, dim, rows) for rows in ranges], dim).contiguous()) for peer, ranges in plan.sends
@@ -98,7 +98,7 @@ def receive(region: Region, local: Tensor, dim: int, plan: Plan) -> list[Tensor]
     return [buffer for _, buffer in coming]
 
 
-def assemble(local: Tensor, received: list[Tensor], dim: int, plan: Plan, fill: float = 0.0) -> Tensor:
+def assemble(local: Tensor, received: list[Tensor], dim: int, plan: RowPlan, fill: float = 0.0) -> Tensor:
     """Return the plan's target: own rows, received rows, and the constant elsewhere. It may be a view of ``local``."""
     found = [(piece, local) for piece in plan.own]
     for (_, pieces), message in zip(plan.receives, received, strict=True):
@@ -115,7 +115,7 @@ def assemble(local: Tensor, received: list[Tensor], dim: int, plan: Plan, fill: 
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
 
 
-def give_back(region: Region, gradient: Tensor, dim: int, plan: Plan) -> Tensor:
+def give_back(region: Region, gradient: Tensor, dim: int, plan: RowPlan) -> Tensor:
     """Return the gradient of this rank's rows from that of the plan's target: all ranks' shares, added."""
     away = [
         (peer, torch.cat([gradient.narrow(dim, p.at, len(p.rows)) for p in pieces], dim).contiguous())
@@ -145,7 +145,7 @@ def _add(target: Tensor, dim: int, rows: range, values: Tensor) -> None:
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, region: Region, dim: int, plan: Plan, fill: float) -> Tensor:
+    def forward(ctx: Any, local: Tensor, region: Region, dim: int, plan: RowPlan, fill: float) -> Tensor:
         ctx.region, ctx.dim, ctx.plan = region, dim, plan
         found = assemble(local, receive(region, local, dim, plan), dim, plan, fill)
         return found.clone() if found._base is not None or found is local else found
@@ -156,7 +156,7 @@ class _Fetch(torch.autograd.Function):
         return give_back(ctx.region, gradient, ctx.dim, ctx.plan), None, None, None, None
 
 
-def fetch(region: Region, local: Tensor, dim: int, plan: Plan, fill: float = 0.0) -> Tensor:
+def fetch(region: Region, local: Tensor, dim: int, plan: RowPlan, fill: float = 0.0) -> Tensor:
     """Return the plan's target, made of the rows of all ranks; differentiable. Every rank of the region calls it."""
     return local if plan.is_identity else _Fetch.apply(local, region, dim, plan, fill)  # type: ignore[no-untyped-call]
 

@@ -38,7 +38,7 @@ class Want:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RowPlan:
     """What one rank does so that every rank gets what it wants.
 
     Attributes:
@@ -80,7 +80,7 @@ def _moves(want: Want, span: Span) -> Iterator[Piece]:
             yield Piece(piece.at + first, range(rows.start - span[0], end, rows.step))
 
 
-def plan(have: Sequence[Span], wants: Sequence[Want], rank: int) -> Plan:
+def plan(have: Sequence[Span], wants: Sequence[Want], rank: int) -> RowPlan:
     """Return what ``rank`` does, where each rank has the rows of ``have`` and wants those of ``wants``."""
     sends, receives = [], []
     for peer in range(len(have)):
@@ -95,7 +95,7 @@ def plan(have: Sequence[Span], wants: Sequence[Want], rank: int) -> Plan:
         for want, (start, stop) in zip(wants, have, strict=True)
     ]
     own = tuple(_moves(wants[rank], have[rank]))
-    return Plan(wants[rank].length, own, tuple(sends), tuple(receives), all(same), stop - start)
+    return RowPlan(wants[rank].length, own, tuple(sends), tuple(receives), all(same), stop - start)
 
 
 def _in_message(pieces: Iterator[Piece]) -> Iterator[Piece]:
@@ -112,7 +112,7 @@ def cover(start: int, stop: int, size: int) -> Want:
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """The window of a convolution or pooling along the divided dimension.
 
     Attributes:
@@ -150,7 +150,7 @@ class Window:
 
 
 @lru_cache(maxsize=4096)
-def window_plan(window: Window, size: int, num: int, rank: int) -> Plan:
+def window_plan(window: SlidingWindow, size: int, num: int, rank: int) -> RowPlan:
     """Return how every rank gets the inputs of its part of a window's outputs."""
     wants = [cover(*window.needs(span), size) for span in parts(window.num_outputs(size), num)]
     return plan(parts(size, num), wants, rank)
@@ -184,7 +184,7 @@ class TransposedWindow:
 
 
 @lru_cache(maxsize=4096)
-def transposed_plan(window: TransposedWindow, size: int, num: int, rank: int) -> Plan:
+def transposed_plan(window: TransposedWindow, size: int, num: int, rank: int) -> RowPlan:
     """Return how every rank gets the inputs of its part of a transposed window's outputs."""
     wants = [cover(*window.needs(span), size) for span in parts(window.num_outputs(size), num)]
     return plan(parts(size, num), wants, rank)
@@ -201,7 +201,7 @@ def _portion(pieces: Sequence[Piece], span: Span) -> Want:
 
 
 @lru_cache(maxsize=1024)
-def rows_plan(pieces: tuple[Piece, ...], length: int, size: int, num: int, rank: int) -> Plan:
+def rows_plan(pieces: tuple[Piece, ...], length: int, size: int, num: int, rank: int) -> RowPlan:
     """Return how every rank gets its part of ``length`` rows that are made of pieces of ``size`` rows."""
     return plan(parts(size, num), [_portion(pieces, span) for span in parts(length, num)], rank)
 
@@ -227,13 +227,13 @@ def padded_rows(size: int, before: int, after: int, mode: str) -> tuple[Piece, .
 
 
 @lru_cache(maxsize=1024)
-def ranges_plan(size: int, needed: tuple[Span, ...], rank: int, have: tuple[Span, ...] | None = None) -> Plan:
+def ranges_plan(size: int, needed: tuple[Span, ...], rank: int, have: tuple[Span, ...] | None = None) -> RowPlan:
     """Return how each rank gets the range of rows that it needs, all of them inside the ``size`` rows that there are."""
     wants = [cover(start, stop, size) for start, stop in needed]
     return plan(have or parts(size, len(needed)), wants, rank)
 
 
 @lru_cache(maxsize=1024)
-def whole_plan(size: int, num: int, rank: int) -> Plan:
+def whole_plan(size: int, num: int, rank: int) -> RowPlan:
     """Return how every rank gets all rows."""
     return ranges_plan(size, ((0, size),) * num, rank)

@@ -37,7 +37,7 @@ def _interpolate(
     if len(outputs) != num or outputs[i] < input.region.size:
         return NotImplemented
     exact = torch.float64 if input.dtype == torch.float64 and mode in _LINEAR else torch.float32
-    rows = _Rows(sizes[i], outputs[i], scales[i], mode, bool(align_corners), exact)
+    rows = _Resampling(sizes[i], outputs[i], scales[i], mode, bool(align_corners), exact)
     region = input.region
     spans = parts(outputs[i], region.size)
     plan = ranges_plan(sizes[i], tuple(rows.needed(span) for span in spans), region.index)
@@ -74,7 +74,7 @@ def _resized(
     return F.interpolate(local, scale_factor=tuple(factors), mode=mode, align_corners=align_corners)
 
 
-class _Rows:
+class _Resampling:
     """Which rows of the image each row of the resampled one is made of, in the arithmetic of PyTorch's kernels.
 
     Attributes:

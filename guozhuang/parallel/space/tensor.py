@@ -121,7 +121,7 @@ class SpaceTensor(Tensor):
         return whole(self.region, self.local, self.at, self.rows)
 
     @override
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SpaceTensor(shape={tuple(self.shape)}, rows {self.span} of dimension {self.at}, local={self.local!r})"
 
     @classmethod
@@ -135,7 +135,9 @@ class SpaceTensor(Tensor):
                 return func(*args, **kwargs)
         first = next(divided_among((args, kwargs)))
         _check(first, name, kwargs)
-        handler = HANDLERS.get(name, _elementwise if is_elementwise(name) else None)
+        handler: Handler | None = HANDLERS.get(name)
+        if handler is None and is_elementwise(name):
+            handler = _elementwise
         found = NotImplemented if handler is None else handler(func, *args, **kwargs)
         return _on_whole(first, name, func, args, kwargs) if found is NotImplemented else found
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .exchange import Region, assemble, give_back, receive, total, whole
-from .ranges import Plan, TransposedWindow, Window, parts, transposed_plan, window_plan
+from .ranges import RowPlan, SlidingWindow, TransposedWindow, parts, transposed_plan, window_plan
 from .tensor import SpaceTensor, handles
 
 Ints = int | Sequence[int]
@@ -39,7 +39,14 @@ class _Windowed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, work: _Work, region: Region, plan: Plan, at: int, fill: float, local: Tensor, *tensors: Tensor | None
+        ctx: Any,
+        work: _Work,
+        region: Region,
+        plan: RowPlan,
+        at: int,
+        fill: float,
+        local: Tensor,
+        *tensors: Tensor | None,
     ) -> Tensor:
         received = receive(region, local, at, plan)
         ctx.work, ctx.region, ctx.plan, ctx.at, ctx.fill, ctx.num_received = work, region, plan, at, fill, len(received)
@@ -61,7 +68,7 @@ class _Windowed(torch.autograd.Function):
 
 
 def _run(
-    divided: SpaceTensor, work: _Work, plan: Plan, num_rows: int, *tensors: Tensor | None, fill: float = 0.0
+    divided: SpaceTensor, work: _Work, plan: RowPlan, num_rows: int, *tensors: Tensor | None, fill: float = 0.0
 ) -> SpaceTensor:
     local = _Windowed.apply(work, divided.region, plan, divided.at, fill, divided.local, *tensors)  # type: ignore[no-untyped-call]
     return divided.like(local, size=num_rows)
@@ -185,7 +192,7 @@ def _convolve(
         before, after = [each // 2 for each in sums], [each - each // 2 for each in sums]
     else:
         before = after = _each(padding, num)
-    window = Window(kernel[i], strides[i], dilations[i], before[i], after[i])
+    window = SlidingWindow(kernel[i], strides[i], dilations[i], before[i], after[i])
     num_rows = window.num_outputs(input.rows)
     if num_rows < input.region.size:
         return NotImplemented
@@ -247,7 +254,7 @@ def _max_pool(
     strides = _each(stride, num) if stride not in (None, (), []) else list(kernels)
     if any(2 * p > k for p, k in zip(paddings, kernels, strict=True)):
         return NotImplemented  # PyTorch says what is wrong
-    window = Window(kernels[i], strides[i], dilations[i], paddings[i], paddings[i], ceil_mode)
+    window = SlidingWindow(kernels[i], strides[i], dilations[i], paddings[i], paddings[i], ceil_mode)
     num_rows = window.num_outputs(input.rows)
     if num_rows < input.region.size:
         return NotImplemented
@@ -278,7 +285,7 @@ def _average_pool(
     if any(2 * p > k for p, k in zip(paddings, kernels, strict=True)) or divisor_override == 0:
         return NotImplemented  # PyTorch says what is wrong
     sizes = list(input.shape[-num:])
-    windows = [Window(k, s, 1, p, p, ceil_mode) for k, s, p in zip(kernels, strides, paddings, strict=True)]
+    windows = [SlidingWindow(k, s, 1, p, p, ceil_mode) for k, s, p in zip(kernels, strides, paddings, strict=True)]
     num_rows, region = windows[i].num_outputs(input.rows), input.region
     if num_rows < region.size:
         return NotImplemented
