@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from guozhuang.parallel.space.ranges import (
-    Piece,
+    RowPiece,
     RowPlan,
     SlidingWindow,
     TransposedWindow,
@@ -127,7 +127,7 @@ def test_strided_and_reversed_rows_and_ranges() -> None:
             slice(draw.randint(-size, size), draw.randint(-size, size), draw.choice([-3, -2, -1, 1, 2, 3]))
         ]
         if len(wanted) >= num:
-            pieces = (Piece(0, wanted),)
+            pieces = (RowPiece(0, wanted),)
             _, got, _ = over_ranks(size, num, lambda r: rows_plan(pieces, len(wanted), size, num, r))  # noqa: B023
             assert list(itertools.chain(*got)) == [float(row + 1) for row in wanted]
         starts = [draw.randint(0, size - 1) for _ in range(num)]

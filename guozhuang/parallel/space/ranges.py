@@ -22,7 +22,7 @@ def parts(size: int, num: int) -> tuple[Span, ...]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """Rows ``rows`` of the source, in this order, which become the rows from ``at`` on of the target."""
 
     at: int
@@ -34,7 +34,7 @@ class Want:
     """What a rank's target of ``length`` rows is made of. Rows that no piece covers are filled with a constant."""
 
     length: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RowPiece, ...]
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class RowPlan:
     """
 
     length: int
-    own: tuple[Piece, ...]
+    own: tuple[RowPiece, ...]
     sends: tuple[tuple[int, tuple[range, ...]], ...]
-    receives: tuple[tuple[int, tuple[Piece, ...]], ...]
+    receives: tuple[tuple[int, tuple[RowPiece, ...]], ...]
     is_identity: bool
     num_rows: int
 
@@ -70,14 +70,14 @@ def _held(rows: range, span: Span) -> tuple[int, int]:
     return (first, stop) if rows.step > 0 else (len(rows) - stop, len(rows) - first)
 
 
-def _moves(want: Want, span: Span) -> Iterator[Piece]:
+def _moves(want: Want, span: Span) -> Iterator[RowPiece]:
     """Yield the pieces of what is wanted that come from the rank which has the span, counted from the span's start."""
     for piece in want.pieces:
         first, stop = _held(piece.rows, span)
         if first < stop:
             rows = piece.rows[first:stop]
             end = rows[-1] + (1 if rows.step > 0 else -1) - span[0]
-            yield Piece(piece.at + first, range(rows.start - span[0], end, rows.step))
+            yield RowPiece(piece.at + first, range(rows.start - span[0], end, rows.step))
 
 
 def plan(have: Sequence[Span], wants: Sequence[Want], rank: int) -> RowPlan:
@@ -91,24 +91,24 @@ def plan(have: Sequence[Span], wants: Sequence[Want], rank: int) -> RowPlan:
                 receives.append((peer, coming))
     start, stop = have[rank]
     same = [
-        want.length == stop - start and want.pieces == (Piece(0, range(start, stop)),)
+        want.length == stop - start and want.pieces == (RowPiece(0, range(start, stop)),)
         for want, (start, stop) in zip(wants, have, strict=True)
     ]
     own = tuple(_moves(wants[rank], have[rank]))
     return RowPlan(wants[rank].length, own, tuple(sends), tuple(receives), all(same), stop - start)
 
 
-def _in_message(pieces: Iterator[Piece]) -> Iterator[Piece]:
+def _in_message(pieces: Iterator[RowPiece]) -> Iterator[RowPiece]:
     start = 0
     for piece in pieces:
-        yield Piece(piece.at, range(start, start + len(piece.rows)))
+        yield RowPiece(piece.at, range(start, start + len(piece.rows)))
         start += len(piece.rows)
 
 
 def cover(start: int, stop: int, size: int) -> Want:
     """Want rows [start, stop); those outside of [0, size) are filled."""
     first, behind = max(start, 0), min(stop, size)
-    return Want(stop - start, (Piece(first - start, range(first, behind)),) if first < behind else ())
+    return Want(stop - start, (RowPiece(first - start, range(first, behind)),) if first < behind else ())
 
 
 @dataclass(frozen=True)
@@ -190,39 +190,39 @@ def transposed_plan(window: TransposedWindow, size: int, num: int, rank: int) ->
     return plan(parts(size, num), wants, rank)
 
 
-def _portion(pieces: Sequence[Piece], span: Span) -> Want:
+def _portion(pieces: Sequence[RowPiece], span: Span) -> Want:
     start, stop = span
     found = []
     for piece in pieces:
         first, behind = max(start, piece.at), min(stop, piece.at + len(piece.rows))
         if first < behind:
-            found.append(Piece(first - start, piece.rows[first - piece.at : behind - piece.at]))
+            found.append(RowPiece(first - start, piece.rows[first - piece.at : behind - piece.at]))
     return Want(stop - start, tuple(found))
 
 
 @lru_cache(maxsize=1024)
-def rows_plan(pieces: tuple[Piece, ...], length: int, size: int, num: int, rank: int) -> RowPlan:
+def rows_plan(pieces: tuple[RowPiece, ...], length: int, size: int, num: int, rank: int) -> RowPlan:
     """Return how every rank gets its part of ``length`` rows that are made of pieces of ``size`` rows."""
     return plan(parts(size, num), [_portion(pieces, span) for span in parts(length, num)], rank)
 
 
-def padded_rows(size: int, before: int, after: int, mode: str) -> tuple[Piece, ...]:
+def padded_rows(size: int, before: int, after: int, mode: str) -> tuple[RowPiece, ...]:
     """Return of which rows a padded dimension is made, for the modes of ``torch.nn.functional.pad``; negative pads cut off."""
     first, behind = max(0, -before), size - max(0, -after)
-    middle = [Piece(max(before, 0), range(first, behind))] if first < behind else []
+    middle = [RowPiece(max(before, 0), range(first, behind))] if first < behind else []
     if mode == "constant":
         return tuple(middle)
     top, end = max(before, 0), max(before, 0) + behind - first
     if mode == "replicate":
-        above = [Piece(i, range(first, first + 1)) for i in range(top)]
-        below = [Piece(end + i, range(behind - 1, behind)) for i in range(max(after, 0))]
+        above = [RowPiece(i, range(first, first + 1)) for i in range(top)]
+        below = [RowPiece(end + i, range(behind - 1, behind)) for i in range(max(after, 0))]
     elif mode == "reflect":
-        above = [Piece(0, range(first + top, first, -1))] if top else []
-        below = [Piece(end, range(behind - 2, behind - 2 - after, -1))] if after > 0 else []
+        above = [RowPiece(0, range(first + top, first, -1))] if top else []
+        below = [RowPiece(end, range(behind - 2, behind - 2 - after, -1))] if after > 0 else []
     else:
         assert mode == "circular", mode
-        above = [Piece(0, range(behind - top, behind))] if top else []
-        below = [Piece(end, range(first, first + after))] if after > 0 else []
+        above = [RowPiece(0, range(behind - top, behind))] if top else []
+        below = [RowPiece(end, range(first, first + after))] if after > 0 else []
     return (*above, *middle, *below)
 
 

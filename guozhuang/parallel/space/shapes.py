@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from .exchange import extreme, fetch, total
-from .ranges import Piece, padded_rows, parts, ranges_plan, rows_plan
+from .ranges import RowPiece, padded_rows, parts, ranges_plan, rows_plan
 from .tensor import SpaceTensor, divided_among, handles
 
 
@@ -20,7 +20,7 @@ def _positive(dim: int, num_dims: int) -> int:
 
 
 def _made_of(
-    divided: SpaceTensor, local: Tensor, pieces: tuple[Piece, ...], length: int, fill: float = 0.0
+    divided: SpaceTensor, local: Tensor, pieces: tuple[RowPiece, ...], length: int, fill: float = 0.0
 ) -> SpaceTensor:
     """Return ``length`` rows that are made of pieces of the divided tensor's rows."""
     region = divided.region
@@ -142,7 +142,7 @@ def _getitem(func: Any, input: Any, index: Any) -> Any:
         return NotImplemented
     local = input.local
     if rows != range(input.rows):
-        input = _made_of(input, local, (Piece(0, rows),), len(rows))
+        input = _made_of(input, local, (RowPiece(0, rows),), len(rows))
         local = input.local
     return input.like(local[tuple(local_index)], input.at + at)
 
@@ -195,7 +195,7 @@ def _flip(func: Any, input: SpaceTensor, *dims: Any, **kwargs: Any) -> Any:
     given = kwargs.get("dims", dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)
     wanted = {_positive(each, input.dim()) for each in given}
     if input.at in wanted:
-        input = _made_of(input, input.local, (Piece(0, range(input.rows - 1, -1, -1)),), input.rows)
+        input = _made_of(input, input.local, (RowPiece(0, range(input.rows - 1, -1, -1)),), input.rows)
     others = sorted(wanted - {input.at})
     return input.like(input.local.flip(others)) if others else input
 
