@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange
+from ..gradients.output_hooks import NoHook
 from ..sync_batch_norm import use_on_cpu
 from ..units import listed
 from ..weights.equal_start import broadcast_tensors, sparse_names, start_equal
@@ -23,7 +24,6 @@ from .elementwise import needs_whole_tensors
 from .gathered import GatheredCarrier
 from .optimizer import ShardedOptimizer, warn_of_forgotten
 from .parts import BucketLayout
-from .shared.output_hooks import NoHook
 
 
 @overload

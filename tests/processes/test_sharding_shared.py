@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from guozhuang.errors import MismatchError, PeerLost, UsageError
+from guozhuang.gradients.products import _Product
 from guozhuang.sharding import clip_grad_norm_, shard
 from guozhuang.sharding.carrier import arrival_of
 from guozhuang.sharding.shared import linear_gradients
 from guozhuang.sharding.shared.carrier import SharedCarrier
-from guozhuang.sharding.shared.linear_gradients import PlacingHook, _Product
+from guozhuang.sharding.shared.linear_gradients import PlacingHook
 from tests.processes.cases import (
     assert_equal_across_ranks,
     batch,

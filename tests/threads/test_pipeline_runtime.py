@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from guozhuang.errors import MismatchError
+from guozhuang.parallel.pipeline.deferred import DeferredWeights
 from guozhuang.parallel.pipeline.runtime import PipelineRuntime
 from tests.threads.ranks import GENERATOR, run_threads
 
@@ -71,7 +72,8 @@ def _train(rank: int, size: int, name: str, v: int, m: int, skips: bool) -> Any:
     parts = {s: Part(block, s, num, edges) for s, block in mine.items()}
     group = dist.group.WORLD
     assert group is not None
-    runtime = PipelineRuntime(group, parts, name, v, edges)
+    weights = DeferredWeights(nn.ModuleList(mine.values())) if name == "zero-bubble" else None
+    runtime = PipelineRuntime(group, parts, name, v, edges, weights=weights)
     total = torch.zeros((), dtype=torch.float64)
 
     def seeds(k: int, result: Tensor) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -91,7 +93,8 @@ def _train(rank: int, size: int, name: str, v: int, m: int, skips: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "v", "num_ranks"), (("gpipe", 1, 3), ("1f1b", 1, 3), ("interleaved", 2, 2), ("1f1b", 1, 1))
+    ("name", "v", "num_ranks"),
+    (("gpipe", 1, 3), ("1f1b", 1, 3), ("interleaved", 2, 2), ("1f1b", 1, 1), ("zero-bubble", 1, 3)),
 )
 def test_gradients_are_those_of_one_process(name: str, v: int, num_ranks: int) -> None:
     for m, skips in ((1, False), (4, False), (11, True)):
@@ -109,6 +112,60 @@ def test_few_microbatches_are_in_flight_and_few_buffers_are_kept(num_ranks: int)
     for rank, (_, _, in_flight, buffers) in enumerate(run_threads(_train, num_ranks, "1f1b", 1, 32, False)):
         assert in_flight == num_ranks - rank
         assert 1 <= buffers <= num_ranks + 1
+
+
+def _hooked(rank: int, size: int, name: str) -> tuple[Any, ...]:
+    block = blocks(2)[rank]
+    seen: list[str] = []
+    linear = block[1]
+    linear.weight.register_hook(lambda gradient: (seen.append("weight"), gradient * 2)[1])
+    linear.bias.register_post_accumulate_grad_hook(lambda parameter: seen.append("bias"))
+    if rank == 1:  # what it received requires a gradient
+        linear.register_full_backward_hook(lambda module, given, got: seen.append("module"))
+    # Autograd's own node for the other rank's weight cannot tell who hooks it.
+    node = linear.bias.expand_as(linear.bias).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: seen.append("node"))
+    weights = DeferredWeights(block) if name == "zero-bubble" else None
+    group = dist.group.WORLD
+    assert group is not None
+    runtime = PipelineRuntime(group, {rank: Part(block, rank, 2, edges_of(2, False))}, name, weights=weights)
+    run = runtime.begin([piece.clone() for piece in ROWS.tensor_split(4)])
+    run.execute("FBIW", lambda k, result: ([result.sum()], [None]))
+    return sorted(seen), linear.weight.grad, linear.bias.grad
+
+
+def test_hooks_run_as_under_a_whole_backward() -> None:
+    for got, want in zip(run_threads(_hooked, 2, "zero-bubble"), run_threads(_hooked, 2, "1f1b"), strict=True):
+        assert got[0] == want[0] and got[0].count("weight") == got[0].count("bias") == got[0].count("node") == 4
+        assert torch.equal(got[1], want[1]) and torch.equal(got[2], want[2])
+
+
+class Conv1D(nn.Module):
+    """A linear layer with a transposed weight, as GPT-2 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(6, 5).double()), nn.Parameter(torch.zeros(5).double())
+
+    def forward(self, given: Tensor) -> Tensor:
+        return torch.addmm(self.bias, given, self.weight)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+@pytest.mark.parametrize("layer", (nn.Linear(6, 5).double(), nn.Linear(6, 5, bias=False).double(), Conv1D()))
+def test_the_gradients_of_weights_are_computed_later(layer: nn.Module) -> None:
+    (layer(ROWS) ** 2).sum().backward()
+    expected = [p.grad for p in layer.parameters()]
+    layer.zero_grad()
+    weights, rows = DeferredWeights(layer), ROWS.clone().requires_grad_()
+    with weights.of((0, 0)):
+        (layer(rows) ** 2).sum().backward()
+    assert rows.grad is not None and not any(p.grad is not None for p in layer.parameters())
+    weights.compute((0, 0))
+    for parameter, gradient in zip(layer.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def _other_batches(rank: int, size: int) -> None:

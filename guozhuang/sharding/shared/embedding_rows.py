@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ...gradients.buckets import same_place
-from .output_hooks import OutputHook, has_plain_weight, holders_of, is_traced
+from ...gradients.output_hooks import OutputHook, has_plain_weight, holders_of, is_traced
 
 #: Weights smaller than this are left to PyTorch: there is nothing to gain.
 SMALLEST_BYTES: Final = 1 << 20

@@ -20,8 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...gradients.buckets import same_place
-from .output_hooks import OutputHook, has_plain_weight, holders_of, is_traced
+from ...gradients.output_hooks import OutputHook, has_plain_weight, holders_of, is_traced
+from ...gradients.products import ProductOperands, replace_backward
 
 #: Weights smaller than this are left to PyTorch: a Python function in backward takes longer than the copy.
 SMALLEST_BYTES: Final = 1 << 21
@@ -39,6 +39,21 @@ class GradientPlace:
         self.parameter, self.view = parameter, view
         self.is_used = False  # whether gradients are computed in this buffer at all; decided in the first step
         self._num_holders = holders_of(view)
+
+    def parameter_gradients(
+        self, operands: ProductOperands, wanted: tuple[bool, bool], accumulate: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Compute the weight's gradient in this part of the buffer if it is free, else in memory from PyTorch."""
+        of_weight = None
+        if wanted[0] and not torch.is_grad_enabled() and self.is_free(accumulate):
+            # A new tensor over the same memory: autograd stores a gradient without a copy only if nobody else refers to that
+            # tensor.
+            of_weight = self.view.detach()
+            torch.mm(*operands.factors, out=of_weight)
+        elif wanted[0]:
+            left, right = operands.factors
+            of_weight = left.mm(right)
+        return of_weight, operands.rows.sum(0) if wanted[1] else None
 
     def is_free(self, accumulate: Any) -> bool:
         """Tell whether a gradient for this AccumulateGrad node of autograd may be computed in this part of the buffer."""
@@ -65,57 +80,9 @@ class PlacingHook(OutputHook):
         place = self._place
         if is_traced() or not torch.is_grad_enabled() or not isinstance(output, Tensor) or len(args) != 1:
             return None
-        if not place.is_used or module.weight is not place.parameter or not _is_product(output, module.weight):
+        if not place.is_used or module.weight is not place.parameter:
             return None
-        apply: Any = _Product.apply
-        result: Tensor = apply(args[0], module.weight, module.bias, (output, place))  # autograd ignores a tuple
-        return result
-
-
-def _is_product(output: Tensor, weight: Tensor) -> bool:
-    """Tell whether autograd recorded one product with the weight itself (not with a cast copy of it)."""
-    node: Any = output.grad_fn
-    while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0"):
-        node = node.next_functions[0][0]
-    if node is None or node.name() not in ("AddmmBackward0", "MmBackward0") or not output.is_contiguous():
-        return False
-    transpose = node.next_functions[-1][0]
-    if transpose is None or transpose.name() != "TBackward0":
-        return False
-    return getattr(transpose.next_functions[0][0], "variable", None) is weight
-
-
-class _Product(torch.autograd.Function):
-    """A linear layer's product with another backward; ``told[0]`` is its output, computed by PyTorch's forward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, told: tuple[Tensor, GradientPlace]
-    ) -> Tensor:
-        output, ctx.place = told
-        ctx.save_for_backward(input, weight)
-        return same_place(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (input, weight), gradient = ctx.saved_tensors, gradients[0]
-        of_input = of_weight = of_bias = None
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        if ctx.needs_input_grad[1]:
-            place: GradientPlace = ctx.place
-            columns, inputs = rows.t(), input.reshape(-1, input.shape[-1])
-            if torch.is_grad_enabled() or not place.is_free(ctx.next_functions[1][0]):
-                of_weight = columns.mm(inputs)
-            else:
-                # A new tensor over the same memory: autograd stores a gradient without a copy only if nobody else refers to
-                # that tensor.
-                of_weight = place.view.detach()
-                torch.mm(columns, inputs, out=of_weight)
-        if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0)
-        if ctx.needs_input_grad[0]:
-            of_input = rows.mm(weight).view(input.shape)
-        return of_input, of_weight, of_bias, None
+        return replace_backward(output, args[0], module.weight, module.bias, place)
 
 
 def linear_layers_of(model: nn.Module) -> list[nn.Linear]:

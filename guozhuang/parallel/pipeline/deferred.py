@@ -1,0 +1,115 @@
+"""Gradients of weights that are computed after the gradients of inputs, at a time of the schedule's choice.
+
+[Note: divided backwards] The gradient of a weight that was multiplied with the layer's input needs only that input and the
+gradient of the layer's output; nothing else waits for it. So the backward of ``nn.Linear``, and of the transposed one of GPT-2,
+is replaced by one that computes the gradient of the input and keeps the two matrices; no graph is walked twice. Everything else
+(norms, embeddings, convolutions, products under autocast) is computed in the first half, as usual. The kept gradients are
+handed to autograd's own accumulation, so hooks on it run. A hook on a parameter is to see the sum over all uses of the
+parameter in a backward, so parameters with hooks are left to the first half, which runs them as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from guozhuang.gradients.output_hooks import OutputHook, is_traced
+from guozhuang.gradients.products import ProductOperands, replace_backward
+
+
+class _Deferred:
+    """The products of one microbatch in one stage of which the weights' gradients are to be computed later."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[nn.Parameter, nn.Parameter | None, ProductOperands]] = []
+
+
+class _Taker:
+    """Keeps what the gradients of one layer's parameters are computed from."""
+
+    def __init__(self, deferred: _Deferred, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        self._deferred, self._weight, self._bias = deferred, weight, bias
+
+    def parameter_gradients(
+        self, operands: ProductOperands, wanted: tuple[bool, bool], accumulate: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Keep the operands; return no gradients."""
+        self._deferred.kept.append((self._weight, self._bias if wanted[1] else None, operands))
+        return None, None
+
+
+class DeferredWeights:
+    """Leaves the gradients of a model's weights for later. See [Note: divided backwards].
+
+    Args:
+        model: its layers get a forward hook each; copies and pickles of the model do not have them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._now: _Deferred | None = None
+        self._of_place: dict[tuple[int, int], _Deferred] = {}
+        for part in model.modules():
+            if _multiplies(part):
+                part.register_forward_hook(_DeferringHook(self))
+
+    @contextlib.contextmanager
+    def of(self, place: tuple[int, int]) -> Iterator[None]:
+        """Within this context the products of a (stage, microbatch) leave their weights' gradients for later."""
+        before, self._now = self._now, self._of_place.setdefault(place, _Deferred())
+        try:
+            yield
+        finally:
+            self._now = before
+
+    def compute(self, place: tuple[int, int]) -> None:
+        """Compute the gradients that were left for later in a (stage, microbatch), and add them to ``p.grad``."""
+        kept = self._of_place.pop(place).kept
+        kept.reverse()
+        while kept:
+            weight, bias, operands = kept.pop()
+            left, right = operands.factors
+            parameters: list[Tensor] = [weight]
+            gradients = [left.mm(right)]
+            if bias is not None:
+                parameters.append(bias)
+                gradients.append(operands.rows.sum(0))
+            torch.autograd.backward(parameters, gradients)
+
+    def deferred(self) -> _Deferred | None:
+        """Return where products are kept now; None outside of :meth:`of`."""
+        return self._now
+
+
+class _DeferringHook(OutputHook):
+    """A forward hook of a layer that replaces its backward."""
+
+    def __init__(self, weights: DeferredWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Tensor | None:
+        """Return the output with the replaced backward, or None to keep PyTorch's own."""
+        deferred, weight, bias = self._weights.deferred(), module.weight, module.bias
+        if deferred is None or is_traced() or not torch.is_grad_enabled() or len(args) != 1:
+            return None
+        if not isinstance(output, Tensor) or not _is_free(weight):
+            return None
+        if bias is not None and bias.requires_grad and not _is_free(bias):
+            return None
+        return replace_backward(output, args[0], weight, bias, _Taker(deferred, weight, bias))
+
+
+def _is_free(parameter: Any) -> bool:
+    """Return whether nobody sees the gradient of a parameter before ``p.grad``."""
+    is_leaf = isinstance(parameter, nn.Parameter) and parameter.requires_grad
+    return is_leaf and not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks
+
+
+def _multiplies(part: nn.Module) -> bool:
+    """Return whether a layer's forward is one product of its input with its weight, and a sum with its bias."""
+    kind = type(part)
+    is_transposed = (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    return is_transposed or (isinstance(part, nn.Linear) and kind.forward is nn.Linear.forward)
