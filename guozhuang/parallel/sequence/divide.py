@@ -1,0 +1,192 @@
+"""Divides the tokens of a model's sequences over ranks: blocks get divided hidden states, callers get whole outputs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.groups.subgroups import twin
+
+from ..axes import Around, Axes
+from ..pipeline.blocks import find_blocks
+from . import attention, layouts, products, tokenwise
+from .divided import Place, check_history, divided, place_of, refuse, whole_of
+from .team import Team
+
+WAYS = ("auto", "ulysses", "ring")
+_RULES = (attention, layouts, products, tokenwise)  # which these modules add when they are imported
+
+
+def divide_sequence(model: nn.Module, axes: Axes, attention: str = "auto") -> Around:
+    """Let each rank of the axis ``sequence`` compute a part of the tokens of each sample. Every rank must call it.
+
+    The hidden states that enter a block of the model's block lists are divided; from there on all that is computed from them
+    is divided too, until a function needs whole tensors. Parameters stay whole. See [Note: as if it were whole] in
+    parallel/sequence/divided.py and [Note: scale of gradients] in parallel/sequence/team.py.
+
+    Args:
+        model: changed in place: its blocks get hooks.
+        axes: the groups; the axis ``sequence`` has several ranks.
+        attention: ``"ulysses"``: each rank computes some heads for all tokens; ``"ring"``: each rank computes all heads for
+            its own tokens, and keys and values travel; ``"auto"``: by heads where their number divides by the ranks.
+
+    Returns:
+        What must be done around each call of the model.
+
+    Raises:
+        UsageError: the model has no list of blocks, is compiled, or ``attention`` is none of these; and, in the first
+            forward, a block joins tokens by something that is not attention, or no block gets hidden states of (batch,
+            tokens, features).
+    """
+    group = axes.group("sequence")
+    assert group is not None, axes.layout
+    if attention not in WAYS:
+        raise UsageError(
+            explain("there is no such way to divide attention", value=attention, fix=f"write one of {WAYS}")
+        )
+    compiled = [name or "the model" for name, each in model.named_modules() if _is_compiled(each)]
+    if compiled:
+        raise UsageError(
+            explain(
+                "A compiled model cannot be divided by tokens, because its operations are not seen",
+                value=compiled[0],
+                rank=group.rank(),
+                fix="do not call torch.compile under this strategy",
+            )
+        )
+    lists = find_blocks(model)
+    if not lists:
+        raise UsageError(
+            explain(
+                "The sequence cannot be divided: the model has no list of blocks",
+                value=type(model).__qualname__,
+                rank=group.rank(),
+                fix="keep the blocks of the model in an nn.ModuleList or nn.Sequential of one class, or take another strategy",
+            )
+        )
+    team = Team(twin(group), attention)
+    call = _ModelCall(team)
+    for each in lists:
+        for name, block in zip(each.names, each.modules, strict=True):
+            entry = _Entry(call, name, dim=0 if _has_tokens_first(block) else 1)
+            block.register_forward_pre_hook(entry.before, with_kwargs=True)
+            block.register_forward_hook(entry.after, always_call=True)
+    return Around(call.begin, call.end)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def _has_tokens_first(block: nn.Module) -> bool:
+    return any(isinstance(each, nn.MultiheadAttention) and not each.batch_first for each in block.modules())
+
+
+class _ModelCall:
+    """One call of the model, and what was seen in calls so far."""
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self._seen: list[str] = []  # what the blocks of this call got that could not be divided
+        self._has_divided = False
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.team.in_blocks.clear()
+        self._seen.clear()
+        return args, dict(kwargs)
+
+    def end(self, outputs: Any) -> Any:
+        if not self._has_divided and self._seen:
+            raise UsageError(
+                explain(
+                    "The sequence cannot be divided: no block got hidden states of (batch, tokens, features), "
+                    f"but {'; '.join(dict.fromkeys(self._seen))}",
+                    rank=self.team.rank,
+                    fix="take another strategy; the strategy space divides images",
+                )
+            )
+        return _whole(outputs)
+
+    def divide(self, hidden: Any, name: str, dim: int) -> Any:
+        """Divide what a block gets, unless it is divided already or has too few tokens for the ranks: they all compute them."""
+        if not isinstance(hidden, Tensor) or place_of(hidden) is not None:
+            return hidden
+        if hidden.dim() != 3 or not hidden.is_floating_point():
+            self._seen.append(f"{name} a tensor of shape {tuple(hidden.shape)}")
+            return hidden
+        self._has_divided = True
+        if hidden.shape[dim] < self.team.size:
+            return hidden
+        # What checkpointing computes again in the backward is divided as it was, although the order may have changed since.
+        spans = hidden.__dict__.setdefault("token_spans", self.team.spans(hidden.shape[dim]))
+        return divided(_own(spans.part(hidden, dim, self.team.rank)), Place(dim, spans, self.team))
+
+
+def _own(part: Tensor) -> Tensor:
+    """A part with memory of its own, so that the whole need not be kept."""
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+class _Entry:
+    """The hooks of one block."""
+
+    def __init__(self, call: _ModelCall, name: str, dim: int) -> None:
+        self._call, self._name, self._dim = call, name, dim
+
+    def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self._call.team.in_blocks.append(self._name)
+        if args:
+            return (self._call.divide(args[0], self._name, self._dim), *args[1:]), kwargs
+        first = next((key for key, value in kwargs.items() if isinstance(value, Tensor)), None)
+        if first is not None:
+            kwargs = {**kwargs, first: self._call.divide(kwargs[first], self._name, self._dim)}
+        return args, kwargs
+
+    def after(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        team = self._call.team
+        for each in output if isinstance(output, tuple | list) else (output,):
+            if place_of(each) is not None:
+                check_history(each)
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        got = place_of(args[0]) if args else None
+        if got is not None and isinstance(first, Tensor) and place_of(first) is None:
+            refuse(team, f"a function of {type(block).__qualname__} that torch does not announce")
+        if team.in_blocks:
+            team.in_blocks.pop()
+
+
+def _whole(value: Any) -> Any:
+    """Gather the divided tensors in what a model returns. Containers keep their types."""
+    if isinstance(value, Tensor):
+        return whole_of(value, equal=True)
+    if isinstance(value, Mapping):
+        return _changed(value, {key: _whole(each) for key, each in value.items()}, value.__getitem__, _set_item)
+    if isinstance(value, tuple | list):
+        found = [_whole(each) for each in value]
+        if all(one is other for one, other in zip(found, value, strict=True)):
+            return value
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {each.name: _whole(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return _changed(value, parts, lambda name: getattr(value, name), object.__setattr__)
+    return value
+
+
+def _changed(value: Any, parts: dict[Any, Any], get: Callable[[Any], Any], put: Callable[[Any, Any, Any], None]) -> Any:
+    """Return the container, or a copy of it in which the parts that differ are replaced."""
+    differing = {key: part for key, part in parts.items() if part is not get(key)}
+    if differing:
+        value = copy.copy(value)
+        for key, part in differing.items():
+            put(value, key, part)
+    return value
+
+
+def _set_item(value: Any, key: Any, part: Any) -> None:
+    value[key] = part
