@@ -37,8 +37,8 @@ WHY_NOT = {
 }
 # Estimates, in floating-point operations of a matrix product: what the calls for a tensor cost whatever its size, and what
 # the passes over memory cost for each element. They only divide work, so a factor of two does no harm.
-_TENSOR_COST: Final = 5e6
-_ELEMENT_COST: Final = 400.0
+_TENSOR_COST: Final = 3e7
+_ELEMENT_COST: Final = 1500.0
 
 
 def needs_whole_tensors(optimizer: Optimizer) -> bool:
