@@ -1,6 +1,6 @@
 """Race Muon under `sharded` against a distributed Muon as it is public, on PyTorch's DDP over gloo, in one run.
 
-    python benchmarks/muon.py [--rows bert-mini,gpt] [--rounds 9] [--ranks 2] [--json FILE]
+    python benchmarks/muon.py [--rows bert-mini,gpt,gpt-4x64] [--rounds 9] [--ranks 2] [--json FILE]
         [--contenders public,torch-ddp,sharded]
 
 Ranks with one thread each. Matrices of the blocks are trained by Muon, everything else by AdamW. Contenders of a row live in
@@ -42,7 +42,8 @@ from guozhuang.sharding import shard
 from guozhuang.workloads.named import load
 
 CONTENDERS = ("public", "torch-ddp", "sharded")
-VOCABULARY, BATCH, CONTEXT, WIDTH, DEPTH, HEADS = 8192, 16, 64, 256, 4, 4
+VOCABULARY, CONTEXT, WIDTH, DEPTH, HEADS = 8192, 64, 256, 4, 4
+BATCHES = {"gpt": 16, "gpt-4x64": 4}  # samples of a rank, of 64 tokens each
 
 
 class GPT(nn.Module):
@@ -69,11 +70,11 @@ class Row:
     def __init__(self, label: str) -> None:
         torch.manual_seed(0)
         rank, n = dist.get_rank(), dist.get_world_size()
-        self.in_blocks = "blocks" if label == "gpt" else "layer"
-        if label == "gpt":
+        self.in_blocks = "blocks" if label in BATCHES else "layer"
+        if label in BATCHES:
             self.model: nn.Module = GPT()
             draw = torch.Generator().manual_seed(rank)
-            tokens = [torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=draw) for _ in range(8)]
+            tokens = [torch.randint(VOCABULARY, (BATCHES[label], CONTEXT + 1), generator=draw) for _ in range(8)]
             self.batches: list[Any] = [(each[:, :-1], each[:, 1:]) for each in tokens]
             self.loss: Any = lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
         else:
@@ -214,7 +215,7 @@ def report(results: dict[str, Any], n: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default="bert-mini,gpt")
+    parser.add_argument("--rows", default="bert-mini,gpt,gpt-4x64")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
