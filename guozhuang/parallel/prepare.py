@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ..errors import UsageError, explain
 from ..weights.equal_start import start_equal
 from .axes import Around, Axes
+from .random import Draws
 
 #: What a schedule of a pipeline is called. The first is the one under which the script's own loop stays as it is.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -66,18 +68,25 @@ class Divided:
         axes: the groups of the layout.
         around: what is done to its inputs before it is called and to its outputs afterwards, outermost first.
         pipe: the pipeline that is called in place of the model; None without stages.
+        draws: makes random operations in the model's forward draw as in one process; None with a pipe, which sees to that.
     """
 
     model: nn.Module
     axes: Axes
     around: list[Around] = field(default_factory=list)
     pipe: Pipe | None = None
+    draws: Draws | None = None
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Return the context in which the model is called: random operations draw there as in one process."""
+        return nullcontext() if self.draws is None else self.draws.forward(self.model.training)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on a whole batch, which the ranks that hold one copy of it share. Each must call it."""
         for each in self.around:
             args, kwargs = each.inputs(args, kwargs)
-        found = (self.pipe or self.model)(*args, **kwargs)
+        with self.drawing():
+            found = (self.pipe or self.model)(*args, **kwargs)
         for each in reversed(self.around):
             found = each.outputs(found)
         return found
@@ -135,6 +144,8 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
             schedule=wishes.schedule,
             loss=wishes.loss,
         )
+    elif axes.group("space", "sequence", "tp") is not None:
+        found.draws = Draws(model)
     return found
 
 

@@ -61,7 +61,8 @@ class PreparedParallel(StandsForModule):
                 args, kwargs = inside._pre_forward(*args, **kwargs)
             found = divided.pipe(*args, **kwargs)
         else:
-            found = (self.module if inside is None else inside)(*args, **kwargs)
+            with divided.drawing():
+                found = (self.module if inside is None else inside)(*args, **kwargs)
         for each in reversed(divided.around):
             found = each.outputs(found)
         return found

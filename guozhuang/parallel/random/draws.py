@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -216,8 +217,10 @@ class Draws:
             self._watch.is_forward, self._microbatch = False, None
         if self._is_looking:
             self._is_settled[is_training] = self._watch.num_found == num_before
-        elif not all(map(torch.equal, self._last, self._states())):
-            # All ranks find this together, because they draw at the same places.
+        elif threading.current_thread() is threading.main_thread() and not all(
+            map(torch.equal, self._last, self._states())
+        ):
+            # All ranks find this together, because they draw at the same places. Beside the main thread others may draw, too.
             self._is_settled[is_training] = False
             self._set(self._last)
             warnings.warn(
