@@ -43,7 +43,7 @@ class PreparedParallel(StandsForModule):
 
     def __init__(self, divided: Divided, inside: DistributedDataParallel | None) -> None:
         super().__init__()
-        self.module = divided.model
+        self.add_module("module", divided.model)
         # Not as parts, whose parameters would have a second name.
         self.__dict__.update(_divided=divided, _inside=inside, _is_running=False)
         if divided.pipe is not None:

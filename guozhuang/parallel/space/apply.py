@@ -52,7 +52,13 @@ def divide_space(model: nn.Module, axes: Axes) -> Around:
         region.with_gradients = torch.is_grad_enabled()
         return tree_map(lambda each: _divided(each, region), (args, dict(kwargs)))  # type: ignore[no-any-return]
 
+    # Before whoever wraps the model sees its outputs, such as data parallelism around it.
+    model.register_forward_hook(_whole_after)
     return Around(inputs, whole_output)
+
+
+def _whole_after(module: nn.Module, args: Any, result: Any) -> Any:
+    return whole_output(result)
 
 
 def _num_dims(model: nn.Module) -> int:
