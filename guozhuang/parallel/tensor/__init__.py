@@ -1,0 +1,169 @@
+"""Tensor parallelism: the large matrix products of a model divided over the ranks of the axis "tp", in place.
+
+The parameters stay plain local tensors in the same Parameter objects, so that optimizers, fused ones too, need not know.
+Outside of divided regions every rank computes the same.
+Source: Shoeybi et al. 2019, Megatron-LM, https://arxiv.org/abs/1909.08053.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ...errors import UsageError, explain
+from .attention import divide_attention
+from .families import attention_of, divide_heads, divide_known
+from .layers import (
+    CONVOLUTIONS,
+    Cutter,
+    TensorRegion,
+    can_be_divided,
+    channels,
+    columns,
+    draws,
+    feature_dim,
+    num_features,
+    rows,
+    vocabulary,
+)
+from .pairs import Found, find_pairs
+
+if TYPE_CHECKING:
+    from ..axes import Axes
+
+__all__ = ["divide_tensors"]
+
+_log = logging.getLogger("guozhuang")
+WORDS = ("columns", "rows", "gathered", "channels", "heads")
+
+
+def divide_tensors(model: nn.Module, axes: Axes, plan: Mapping[str, str] | None = None) -> None:
+    """Divide the model's parameters over the ranks of the axis "tp", in place. Every rank must call it, with equal models.
+
+    Args:
+        model: its parameters are equal on all ranks.
+        axes: the ranks' axes; nothing is done where "tp" has one rank.
+        plan: by hand, names of modules, in which ``*`` stands for one part between dots, and what becomes of them: "columns"
+            (a linear layer or convolution by outputs, which stay divided), "rows" (by inputs, the output is summed; an
+            embedding by rows), "gathered" (by outputs, which are gathered), "channels" (BatchNorm or a depthwise convolution
+            between the two), "heads" (an attention). What it does not name stays whole. None: what is found by structure.
+
+    Raises:
+        UsageError: an entry of the plan matches nothing or names what cannot be divided so; heads do not divide by the ranks;
+            or nothing in the model can be divided.
+    """
+    group = axes.group("tp")
+    if group is None:
+        return
+    cutter = Cutter(group)
+    num_elements = sum(parameter.numel() for parameter in model.parameters())
+    if plan is not None:
+        _divide_by_hand(model, plan, cutter)
+    else:
+        _divide_by_structure(model, cutter, axes.everyone)
+    share = cutter.num_whole_elements / max(num_elements, 1)
+    if not share:
+        raise UsageError(
+            explain(
+                f"nothing in {type(model).__name__} was found that {cutter.num_ranks} ranks of the axis tp can divide",
+                fix='name the layers, plan={"mlp.up": "columns", "mlp.down": "rows"}, or choose another strategy',
+            )
+        )
+    if cutter.index == 0:
+        _log.info(
+            "tensor: %.0f %% of the %s parameters are divided over %d ranks",
+            100 * share,
+            num_elements,
+            cutter.num_ranks,
+        )
+
+
+def _divide_by_structure(model: nn.Module, cutter: Cutter, everyone: dist.ProcessGroup) -> None:
+    handled: set[int] = set()
+    for module in divide_known(model, cutter):
+        handled |= {id(part) for part in module.modules()}
+    parts = dict(model.named_modules())
+    # One rank looks, so that all divide alike; and a trace changes what calling a module means in the whole process.
+    pairs = [find_pairs(model, handled) if everyone.rank() == 0 else None]
+    dist.broadcast_object_list(pairs, group=everyone, group_src=0, device=next(model.parameters()).device)
+    for pair in pairs[0] or ():
+        _divide_pair(pair, parts, cutter)
+
+
+def _divide_pair(pair: Found, parts: Mapping[str, Any], cutter: Cutter) -> None:
+    last = parts[pair.rows]
+    width, num_outputs = num_features(last)
+    if width < cutter.num_ranks or (pair.calls_dropout and num_outputs in cutter.sizes(width)):
+        return  # too narrow; or what the owner draws behind the pair could not be told from what it draws between
+    region, part = TensorRegion(cutter.group), (feature_dim(last), cutter.spans(width), width)
+    for name in pair.columns:
+        columns(parts[name], cutter, region, name=name)
+    for name in pair.channels:
+        channels(parts[name], cutter, width)
+    rows(last, cutter, region, name=pair.rows)
+    for name in pair.dropouts:
+        draws(parts[name], part)
+    if pair.calls_dropout:
+        draws(parts[pair.rows.rpartition(".")[0]], part)
+
+
+def _divide_by_hand(model: nn.Module, plan: Mapping[str, str], cutter: Cutter) -> None:
+    words = dict(_resolved(model, plan))
+    parts = dict(model.named_modules())
+    regions: dict[str, TensorRegion] = {}
+    for name, word in words.items():
+        part: Any = parts[name]
+        region = regions.setdefault(name.rpartition(".")[0], TensorRegion(cutter.group))
+        if word in ("columns", "rows", "gathered") and can_be_divided(part) and getattr(part, "groups", 1) == 1:
+            if word == "rows":
+                rows(part, cutter, region, name=name)
+            else:
+                columns(part, cutter, region, gathers=word == "gathered", name=name)
+        elif word == "rows" and type(part) is nn.Embedding:
+            vocabulary(part, cutter, name=name)
+        elif word == "channels" and isinstance(part, (*CONVOLUTIONS, nn.modules.batchnorm._BatchNorm)):
+            channels(part, cutter, part.groups if isinstance(part, CONVOLUTIONS) else part.num_features)
+        elif word == "heads" and type(part) is nn.MultiheadAttention:
+            divide_attention(part, cutter, name)
+        elif word == "heads" and (attention := attention_of(part)) is not None:
+            divide_heads(part, attention, cutter, name)
+        else:
+            raise UsageError(
+                explain(
+                    f"the plan wants {name!r} divided by {word}, which a {type(part).__name__} cannot be",
+                    fix="use columns, rows or gathered for linear layers and convolutions without groups, rows for "
+                    "embeddings, channels for BatchNorm and depthwise convolutions, heads for attention with separate "
+                    "layers for queries, keys and values",
+                )
+            )
+
+
+def _resolved(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The names of modules that the entries of a plan mean; of two entries for one module the later one counts."""
+    names = [name for name, _ in model.named_modules()]
+    for entry, word in plan.items():
+        if word not in WORDS:
+            near = difflib.get_close_matches(str(word), WORDS, 1)
+            fix = f"write {near[0]!r}" if near else f"use one of {', '.join(WORDS)}"
+            raise UsageError(explain(f"the plan's entry {entry!r} has an unknown word", value=word, fix=fix))
+        pattern = re.compile(re.escape(entry).replace(r"\*", r"[^.]+"))
+        found = [name for name in names if name and pattern.fullmatch(name)]
+        if not found:
+            near = difflib.get_close_matches(entry, [_general(name) for name in names if name], 3, 0.4)
+            fix = (
+                f"did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?"
+                if near
+                else "look at model.named_modules()"
+            )
+            raise UsageError(explain("an entry of the plan matches no module of the model", value=entry, fix=fix))
+        yield from ((name, word) for name in found)
+
+
+def _general(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -1,0 +1,105 @@
+"""What crosses the border of a divided region: the two autograd functions of tensor parallelism, and the gather.
+
+A region begins where every rank has the same whole tensor and its first layers are cut by their outputs, and ends where layers
+that are cut by their inputs have made one addend of the whole result on each rank. Entering costs nothing forward and one
+all_reduce backward, leaving the other way round. Gradients of what is whole are equal on all ranks, because each of these
+functions sums over all of them.
+Source: Shoeybi et al. 2019, Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from ...world import versions
+
+
+class _EnterRegion(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # The gradient is a fresh sum of products of the layers that read what was entered, and nobody else's: it may change.
+        return _SumParts.apply(gradient.contiguous(), ctx.group), None  # type: ignore[no-untyped-call]
+
+
+class _SumParts(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, addend: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        ctx.mark_dirty(addend)
+        if not addend.is_meta:
+            dist.all_reduce(addend, group=group)
+        return addend
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _EnterRegion.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, mine: Tensor, dim: int, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
+        return _gathered(mine, dim, sizes, group)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        start = sum(ctx.sizes[: ctx.group.rank()])
+        return gradient.narrow(ctx.dim, start, ctx.sizes[ctx.group.rank()]), None, None, None
+
+
+def enter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensor, equal on all ranks of the group, for layers of which each rank has a part.
+
+    Backward sums the ranks' gradients: one all_reduce, which every rank of the group must reach.
+    """
+    if whole.is_meta or not (torch.is_grad_enabled() and whole.requires_grad):
+        return whole
+    return _EnterRegion.apply(whole, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def summed(addend: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum the ranks' tensors of one shape, in place where the tensor is dense; every rank of the group must call it.
+
+    The tensor must be new and no operation's saved one, such as a product's result.
+    """
+    return _SumParts.apply(addend.contiguous(), group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gathered(mine: Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Join the ranks' parts of a tensor along ``dim``, of which rank r has ``sizes[r]``; every rank of the group must call it.
+
+    Backward takes this rank's part of the gradient, which is equal on all ranks because what was joined is.
+    """
+    return _GatherFeatures.apply(mine, dim % mine.dim(), tuple(sizes), group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _gathered(mine: Tensor, dim: int, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    if mine.is_meta:
+        return torch.cat([mine.new_empty(*mine.shape[:dim], size, *mine.shape[dim + 1 :]) for size in sizes], dim)
+    longest = max(sizes)
+    if mine.shape[dim] < longest:  # ranks with less fill up, because not every group gathers parts of several sizes
+        shape = list(mine.shape)
+        shape[dim] = longest
+        padded = mine.new_zeros(shape)
+        padded.narrow(dim, 0, mine.shape[dim]).copy_(mine)
+        mine = padded
+    parts = mine.new_empty(len(sizes), *mine.shape)
+    versions.all_gather_single(parts.view(-1), mine.contiguous().view(-1), group=group)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts.unbind(0), sizes, strict=True)], dim)
