@@ -17,7 +17,16 @@ from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import registry
 from guozhuang.sharding import is_dtensor
-from guozhuang.strategies import MARK, PreparedAlready, device_ids, prepare, prepare_unseen
+from guozhuang.strategies import (
+    MARK,
+    PreparedAlready,
+    device_ids,
+    get,
+    prepare,
+    prepare_unseen,
+    several,
+    takes_several,
+)
 
 _said: set[str] = set()
 
@@ -65,7 +74,7 @@ def wrap(
 
     Args:
         model: the bare model.
-        optimizers: those that a strategy other than ddp is to step: exactly one.
+        optimizers: those that a strategy other than ddp is to step: exactly one, or several if it takes them.
         strategy: a name that ``gz.prepare`` knows.
         options: arguments of ``DistributedDataParallel``.
         trainer: the name of the trainer.
@@ -75,9 +84,10 @@ def wrap(
     Raises:
         UsageError: the strategy needs the one optimizer, and there is none or several.
     """
-    if len(optimizers) == 1:
-        model, made = (prepare if is_seen else prepare_unseen)(model, optimizers[0], strategy, ddp_options=options)
-        optimizers = [made]
+    if len(optimizers) == 1 or (optimizers and strategy != "ddp" and takes_several(get(strategy).prepare)):
+        call_of = prepare if is_seen else prepare_unseen
+        model, made = call_of(model, tuple(optimizers), strategy, ddp_options=options)
+        optimizers = list(several(made))
     elif strategy == "ddp":
         model = DistributedDataParallel(model, **{"device_ids": device_ids(model), **options})
     else:
@@ -101,15 +111,14 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, o
 
     Where a sharded optimizer averages gradients at its step, it does so now, and the parts of this rank are clipped.
     """
-    for optimizer in optimizers:
-        collect = getattr(optimizer, "collect", None)
-        if collect is not None:
-            collect()
-            for part in optimizer.carrier.weights:  # type: ignore[attr-defined]
-                if part.grad is not None:
-                    part.grad.clamp_(-clip_value, clip_value)
-            return
-    nn.utils.clip_grad_value_(parameters, clip_value)
+    sharded: list[Any] = [each for each in optimizers if hasattr(each, "collect")]
+    for optimizer in sharded:
+        optimizer.collect()
+        for part in optimizer.carrier.weights:
+            if part.grad is not None:
+                part.grad.clamp_(-clip_value, clip_value)
+    if not sharded:
+        nn.utils.clip_grad_value_(parameters, clip_value)
 
 
 # ---- states: whole ones, and what one rank alone has

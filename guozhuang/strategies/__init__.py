@@ -3,7 +3,7 @@
 from .apply import MARK, PreparedAlready, is_prepared, prepare, prepare_unseen, record_steps
 from .prepared import unwrap
 from .table import DEFAULT, STRATEGIES, Strategy, check_groups, get, register
-from .ways import PreparedPair, Setup, WithExchange, device_ids
+from .ways import PreparedPair, Setup, WithExchange, device_ids, several, takes_several
 
 __all__ = [
     "DEFAULT",
@@ -22,5 +22,7 @@ __all__ = [
     "prepare_unseen",
     "record_steps",
     "register",
+    "several",
+    "takes_several",
     "unwrap",
 ]

@@ -22,7 +22,7 @@ from guozhuang.registry import registry
 from guozhuang.sharding.prepared import EqualBuffers
 from guozhuang.strategies.prepared import StandsForModule, warn_of_differences
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
-from guozhuang.strategies.ways import PreparedPair, Setup, wraps_in_ddp
+from guozhuang.strategies.ways import PreparedPair, Setup, Sharded, several, takes_several, wraps_in_ddp
 from guozhuang.timeline import Timeline
 from guozhuang.world import (
     Layout,
@@ -51,7 +51,7 @@ MARK = "_ddp_params_and_buffers_to_ignore"
 
 def prepare(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     strategy: str | None = None,
     *,
     num_replicas: int | None = None,
@@ -73,7 +73,8 @@ def prepare(
 
     Args:
         model: the bare model, not wrapped yet; the same on every rank.
-        optimizer: over parameters of that model.
+        optimizer: over parameters of that model; or several of them, as Muon for matrices and AdamW for the rest, which
+            ``ddp`` and ``sharded`` take. They come back as a tuple, and each steps by its own ``step``.
         strategy: a name from :data:`STRATEGIES`. None: the one of ``guozhuang run --strategy``, else ``"ddp"``.
         num_replicas: for ``"dp"`` only: how many devices share the batch. None: every accelerator, or 2 on the CPU.
         ddp_options: arguments of ``DistributedDataParallel`` for strategies that wrap the model in it, for example
@@ -116,7 +117,7 @@ def prepare(
 
 def prepare_unseen(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     strategy: str | None = None,
     *,
     num_replicas: int | None = None,
@@ -134,9 +135,10 @@ def prepare_unseen(
     num_groups = requested_groups()
     check_groups(chosen, num_groups)
     world = _lay_out(world, chosen, layout, is_named=strategy is not None)
-    _check(model, optimizer, chosen, world, num_replicas)
+    optimizers: tuple[Any, ...] = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    _check(model, optimizers, chosen, world, num_replicas)
     _check_ddp_options(chosen, ddp_options or {})
-    _place(model, optimizer, world)
+    _place(model, optimizers, world)
     if group := dist.group.WORLD:  # before the strategy's own comparison, which would find other buckets or weights
         agree(group, "the strategy", [chosen.name], timeout_s(group), "give prepare() the same strategy on every rank")
     if world.rank == 0:
@@ -144,14 +146,21 @@ def prepare_unseen(
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
     _check_pipeline_options(world)
     setup = Setup(world, num_replicas, num_groups, ddp_options or {}, wishes or {})
+    stepped: Any = optimizers[0] if len(optimizers) == 1 or not isinstance(chosen.prepare, Sharded) else optimizers
     if world.layout.model_size == 1:
-        found = chosen.prepare(model, optimizer, setup)
+        found = chosen.prepare(model, stepped, setup)
     else:
         from guozhuang.strategies.divided import prepare_divided  # imported only when needed
 
-        found = prepare_divided(model, optimizer, setup, chosen)
+        found = prepare_divided(model, stepped, setup, chosen)
+    if isinstance(optimizer, list | tuple):
+        made = found[1] if isinstance(found[1], tuple) else (found[1], *optimizers[1:])
+        found = PreparedPair(
+            found[0], made, found.step if isinstance(found, PreparedPair) and found.owns_step else None
+        )
     prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
-    registry.add_trained(model, *prepared, chosen.name)
+    for each in several(prepared[1]):
+        registry.add_trained(model, prepared[0], each, chosen.name)
     if requested_checkpoint() is not None or registry.on_pause is not None:  # a session counts this model's steps too
         from guozhuang.checkpoint.run import begin_session  # imported only when needed
 
@@ -161,7 +170,7 @@ def prepare_unseen(
     path = requested_timeline()
     if path is not None:
         timeline = Timeline(world.rank)
-        record_steps(*prepared, timeline)
+        record_steps(prepared[0], prepared[1], timeline)
         atexit.register(timeline.write, f"{path}.rank{world.rank}")
     return prepared
 
@@ -245,16 +254,22 @@ def _refuse_loaders_of_one_rank(world: World) -> None:
         raise UsageError(explain(what, value=f"{world.size} ranks", rank=world.rank, fix=fix))
 
 
-def _check(model: nn.Module, optimizer: Optimizer, chosen: Strategy, world: World, num_replicas: int | None) -> None:
-    if not isinstance(optimizer, Optimizer):
+def _check(
+    model: nn.Module, optimizers: Sequence[Optimizer], chosen: Strategy, world: World, num_replicas: int | None
+) -> None:
+    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise UsageError(
             explain(
-                "prepare() takes a torch optimizer as its second value",
-                value=type(optimizer).__name__,
+                "prepare() takes a torch optimizer as its second value, or several",
+                value=", ".join(type(each).__name__ for each in optimizers) or "none",
                 rank=world.rank,
                 fix="make one from model.parameters() and hand it over",
             )
         )
+    if len(optimizers) > 1 and not takes_several(chosen.prepare):
+        what = f"strategy {chosen.name} takes a model together with its one optimizer, and there are {len(optimizers)}"
+        fix = "make one optimizer for all parameters, or choose ddp or sharded"
+        raise UsageError(explain(what, value=chosen.name, rank=world.rank, fix=fix))
     if chosen.one_process and world.size > 1:
         raise UsageError(
             explain(
@@ -276,7 +291,7 @@ def _check(model: nn.Module, optimizer: Optimizer, chosen: Strategy, world: Worl
     if not any(parameter.requires_grad for parameter in model.parameters()):
         fix = "call requires_grad_(True) on what is to be trained, or use the model as it is"
         raise UsageError(explain("no parameter of the model requires a gradient", value=type(model).__name__, fix=fix))
-    strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    strangers = sum(id(p) not in own for each in optimizers for group in each.param_groups for p in group["params"])
     if strangers:
         raise UsageError(
             explain(
@@ -304,12 +319,12 @@ def _check_pipeline_options(world: World) -> None:
         raise UsageError(explain(what, fix="leave it out, or choose --strategy pipeline or a --layout with pp"))
 
 
-def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:
+def _place(model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> None:
     """Move a model from the CPU to this rank's accelerator, if it has one."""
     if world.device.type == "cpu" or any(p.device.type != "cpu" for p in model.parameters()):
         return
     fix = f"call model.to({str(world.device)!r}) before the optimizer is made"
-    if optimizer.state:
+    if any(each.state for each in optimizers):
         what = f"the model is on the CPU, this rank trains on {world.device}, and the optimizer has already stepped"
         raise UsageError(explain(what, rank=world.rank, fix=fix))
     before = {id(parameter) for parameter in model.parameters()}
@@ -321,7 +336,7 @@ def _place(model: nn.Module, optimizer: Optimizer, world: World) -> None:
     _log.info("rank %d: the model was moved to %s", world.rank, world.device)
 
 
-def record_steps(model: nn.Module, optimizer: Optimizer, timeline: Timeline) -> None:
+def record_steps(model: nn.Module, optimizer: Optimizer | tuple[Optimizer, ...], timeline: Timeline) -> None:
     """Register hooks that record every forward, backward and optimizer step of a prepared pair on a timeline."""
     began_ns: dict[str, int] = {}
 
@@ -349,5 +364,6 @@ def record_steps(model: nn.Module, optimizer: Optimizer, timeline: Timeline) -> 
         model.timeline = timeline
     model.register_forward_pre_hook(lambda module, inputs: begin("forward"))
     model.register_forward_hook(forward_ended)
-    optimizer.register_step_pre_hook(lambda opt, args, kwargs: begin("optimizer"))
-    optimizer.register_step_post_hook(lambda opt, args, kwargs: end("optimizer"))
+    for each in several(optimizer):
+        each.register_step_pre_hook(lambda opt, args, kwargs: begin("optimizer"))
+        each.register_step_post_hook(lambda opt, args, kwargs: end("optimizer"))

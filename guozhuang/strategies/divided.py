@@ -9,7 +9,7 @@ are then handed to the very same reducer, by a backward from the parameters alon
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,12 @@ from ..exchange import GradientExchange
 from ..parallel.axes import Axes, make_axes
 from ..parallel.division import division_of
 from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model
+from ..sharding.elementwise import needs_whole_tensors
+from ..units import listed
 from ..world.layout import DATA_AXES
 from . import ways
 from .prepared import StandsForModule
-from .ways import Setup, WithExchange, device_ids
+from .ways import Setup, WithExchange, device_ids, several
 
 if TYPE_CHECKING:
     from .table import Strategy
@@ -91,15 +93,24 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def prepare_divided(
-    model: nn.Module, optimizer: Optimizer, setup: Setup, chosen: Strategy
-) -> tuple[nn.Module, Optimizer]:
-    """Prepare a model for a layout that divides it, with ``chosen`` between its copies. Every rank must call it."""
+def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Strategy) -> tuple[nn.Module, Any]:
+    """Prepare a model for a layout that divides it, with ``chosen`` between its copies. Every rank must call it.
+
+    Args:
+        model: whole, and equal on all ranks.
+        optimizer: the user's; a tuple of several for a strategy that divides optimizers.
+        setup: the properties of the run.
+        chosen: averages gradients between the copies of the model.
+
+    Raises:
+        UsageError: layout, strategy, model and optimizer do not go together; the text says which.
+    """
     _check_inside(chosen, setup)
     wishes = Wishes(**setup.wishes)
     check_wishes(wishes)
     axes = make_axes(setup.world.layout)
     found = divide_model(model, axes, wishes)
+    _check_steps(model, several(optimizer))
     inside, optimizer = _inside(chosen, model, optimizer, setup, axes)
     return PreparedParallel(found, inside), optimizer
 
@@ -115,9 +126,21 @@ def _check_inside(chosen: Strategy, setup: Setup) -> None:
         raise UsageError(explain(what, value=f"--groups {setup.num_groups}", fix="leave --groups or --layout out"))
 
 
+def _check_steps(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise if an optimizer needs whole matrices, and ranks hold parts of them."""
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    for optimizer in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        cut = [name_of[id(p)] for p in held if (d := division_of(p)) is not None and d.dim is not None]
+        if cut and needs_whole_tensors(optimizer):
+            what = f"{type(optimizer).__name__} needs whole matrices, and the axis tp divides {listed(cut)}"
+            fix = "leave these parameters to an optimizer such as AdamW, or choose a layout without tp"
+            raise UsageError(explain(what, fix=fix))
+
+
 def _inside(
-    chosen: Strategy, model: nn.Module, optimizer: Optimizer, setup: Setup, axes: Axes
-) -> tuple[DistributedDataParallel | None, Optimizer]:
+    chosen: Strategy, model: nn.Module, optimizer: Any, setup: Setup, axes: Axes
+) -> tuple[DistributedDataParallel | None, Any]:
     """Return what averages gradients between the copies of the model, and the optimizer to step."""
     group = axes.group(*DATA_AXES)
     if group is None:

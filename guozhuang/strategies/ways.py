@@ -75,11 +75,16 @@ class Step(Protocol):
         ...
 
 
+def several(optimizer: Optimizer | tuple[Optimizer, ...]) -> tuple[Optimizer, ...]:
+    """Return what a prepared pair has as its second value, one optimizer or several, as a tuple."""
+    return (optimizer,) if isinstance(optimizer, Optimizer) else optimizer
+
+
 class PlainStep:
     """The step of strategies without a step of their own: forward, backward, optimizer step and zero_grad."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, model: nn.Module, optimizer: Optimizer | tuple[Optimizer, ...]) -> None:
+        self._model, self._optimizers = model, several(optimizer)
 
     def __call__(
         self,
@@ -96,18 +101,20 @@ class PlainStep:
         passed("forward")
         loss.backward()
         passed("backward")
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
         passed("optimizer")
         return loss.detach()
 
 
-class PreparedPair(tuple[nn.Module, Optimizer]):
+class PreparedPair(tuple[nn.Module, Any]):
     """The tuple ``model, optimizer``, with the strategy's training step as an attribute. See [Note: who owns the step].
 
     Args:
         model: the model to be called in place of the user's.
-        optimizer: the optimizer to be stepped in place of the user's.
+        optimizer: the optimizer to be stepped in place of the user's; a tuple if the user gave several.
         step: the step of a strategy that owns it; None for a strategy that leaves the step to the script.
 
     Attributes:
@@ -118,7 +125,9 @@ class PreparedPair(tuple[nn.Module, Optimizer]):
     step: Step
     owns_step: bool
 
-    def __new__(cls, model: nn.Module, optimizer: Optimizer, step: Step | None = None) -> PreparedPair:
+    def __new__(
+        cls, model: nn.Module, optimizer: Optimizer | tuple[Optimizer, ...], step: Step | None = None
+    ) -> PreparedPair:
         """Make the tuple; without ``step``, a plain forward, backward and optimizer step is used."""
         made = super().__new__(cls, (model, optimizer))
         made.step, made.owns_step = step or PlainStep(model, optimizer), step is not None
@@ -213,6 +222,11 @@ def torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.
     wrapped = PreparedTorchDDP(model, **options)
     wrapped.look_at_steps(optimizer)
     return wrapped, optimizer
+
+
+def takes_several(prepare: Callable[..., object]) -> bool:
+    """Return whether a strategy's function takes a model with several optimizers: it needs none of them, or divides each."""
+    return prepare in (single, none, ddp, torch_ddp) or isinstance(prepare, Sharded)
 
 
 @dataclass(frozen=True)

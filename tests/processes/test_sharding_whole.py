@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
+import guozhuang as gz
 from guozhuang.errors import UsageError
 from guozhuang.exchange.allreduce import AllReduce
 from guozhuang.sharding import ShardedOptimizer, clip_grad_norm_, shard
@@ -304,6 +305,36 @@ def case_a_whole_state_is_loaded_before_and_after(rank: int, world_size: int) ->
             going_on.check()
 
 
+def case_prepare_takes_several_optimizers(rank: int, world_size: int) -> None:
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        rows = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+        return model(rows[rank * 8 // world_size : (rank + 1) * 8 // world_size]).pow(2).mean()
+
+    trained = []
+    for strategy in ("ddp", "sharded"):
+        with seeded(4):
+            model: nn.Module = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 8))
+        pair = gz.prepare(model, muon_and_adamw(model), strategy)
+        model, (muon, adamw) = pair
+        assert isinstance(muon, ShardedOptimizer) == (strategy == "sharded")
+        for step in range(3):
+            loss_of(model, step).backward()
+            for each in (muon, adamw):
+                each.step()
+            for each in (muon, adamw):
+                each.zero_grad()
+        loss = pair.step(3, loss_of)
+        trained.append((loss, *(p.detach().clone() for p in model.parameters())))
+        assert len(muon.state_dict()["state"]) == len(adamw.state_dict()["state"]) == 2
+    for one, other in zip(*trained, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3)  # Muon computes in bfloat16
+    with seeded(4):
+        model = nn.Linear(5, 9)
+    for strategy in ("qadam", "diloco", "sharded-weights"):
+        with pytest.raises(UsageError, match=f"strategy {strategy} takes a model together with its one optimizer"):
+            gz.prepare(model, muon_and_adamw(model), strategy)
+
+
 def case_a_parameter_belongs_to_one_optimizer(rank: int, world_size: int) -> None:
     model = net()
     some = matrices(model)
@@ -315,7 +346,8 @@ def case_a_parameter_belongs_to_one_optimizer(rank: int, world_size: int) -> Non
 
 
 NAMES = names_of_cases(globals())
-NOT_IN_THREADS = (  # filters of warnings
+NOT_IN_THREADS = (  # filters of warnings, one world for a process
+    "case_prepare_takes_several_optimizers",
     "case_a_parameter_belongs_to_one_optimizer",
     "case_groups_are_added_frozen_and_closures_called",
     "case_schedules_clipping_and_a_grad_scaler_act_as_ever",
