@@ -34,6 +34,7 @@ class Division:
         group: the ranks that hold the other parts; None if the tensor is not cut.
         owners: the ranks in ``stages`` that hold the tensor; None: all of them.
         stages: the ranks of the pipeline; None without one.
+        is_kept: whether the tensor stays as large where it is not owned.
         everyones: the spans of each rank of ``group``, once they were asked for.
     """
 
@@ -43,6 +44,7 @@ class Division:
     group: dist.ProcessGroup | None = None
     owners: tuple[int, ...] | None = None
     stages: dist.ProcessGroup | None = None
+    is_kept: bool = False
     everyones: list[tuple[Span, ...]] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -58,7 +60,7 @@ class Division:
     @property
     def part_shape(self) -> torch.Size:
         """The shape of this rank's part."""
-        if not self.is_owned:
+        if not self.is_owned and not self.is_kept:
             return torch.Size([0])
         if self.dim is None:
             return self.shape
@@ -102,7 +104,7 @@ def disown(tensor: Tensor, owners: Sequence[int], stages: dist.ProcessGroup | No
         return
     assert owners and sorted(owners) == list(owners), owners
     known = division_of(tensor) or Division(tensor.shape)
-    made = replace(known, owners=tuple(owners), stages=stages)
+    made = replace(known, owners=tuple(owners), stages=stages, is_kept=keep)
     if keep:
         setattr(tensor, _ATTRIBUTE, made)
     else:
@@ -124,7 +126,7 @@ def _set(tensor: Tensor, division: Division) -> None:
 
 def part(whole_tensor: Tensor, division: Division) -> Tensor:
     """Return this rank's part of a whole tensor, in memory of its own; of 0 elements where another stage holds it."""
-    if not division.is_owned:
+    if not division.is_owned and not division.is_kept:
         return whole_tensor.new_empty(0)
     if division.dim is None:
         return whole_tensor
@@ -144,7 +146,7 @@ def whole(tensor: Tensor, division: Division) -> Tensor:
     if division.is_owned and division.group is not None:
         found = _joined(found, division)
     if division.stages is not None and division.owners is not None:
-        found = found.contiguous() if division.is_owned else found.new_empty(division.shape)
+        found = found.clone() if division.is_owned else found.new_empty(division.shape)
         if len(division.owners) < division.stages.size():
             dist.broadcast(found, group=division.stages, group_src=division.owners[0])
     return found

@@ -1,0 +1,187 @@
+"""States of a divided model and its optimizer, whole and under the whole model's names: any layout loads any other's.
+
+The hooks here act on the module and the optimizer themselves, so every way to save or load them is served: the prepared model's
+``state_dict``, that of a module around it, ``torch.distributed.checkpoint``, and this package's own checkpoints. What they call
+is collective: every rank that holds a part of the model must save or load, even if one alone writes the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import UsageError, explain
+from .division import Division, division_of, part, whole
+
+_TOLD_ELEMENTS = 16  # tensors of so many elements travel with the description of the state
+
+
+def gather_states(module: nn.Module) -> None:
+    """Let ``module.state_dict()`` return whole tensors, and ``load_state_dict`` take them. Both are collective from now on."""
+    module.register_state_dict_post_hook(_gather)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(_divide)  # type: ignore[no-untyped-call]
+
+
+def gather_optimizer_states(optimizer: Optimizer) -> None:
+    """Do for an optimizer what :func:`gather_states` does for a module; its present state is divided like its parameters."""
+    fit_state(optimizer)
+    optimizer.register_state_dict_post_hook(whole_state)
+    optimizer.register_load_state_dict_pre_hook(_divided_state)
+
+
+def divided_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, Division]]:
+    """Yield the name, the tensor and the division of each divided parameter and buffer; one with several names comes again."""
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            if (division := division_of(tensor)) is not None:
+                yield name, tensor, division
+
+
+def _gather(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    found: dict[int, Tensor] = {}
+    for name, tensor, division in divided_tensors(module):
+        key = prefix + name
+        if id(tensor) not in found and not (isinstance(tensor, nn.Parameter) or key in state):
+            continue  # a buffer that states leave out, on every rank
+        if id(tensor) not in found:
+            found[id(tensor)] = whole(tensor, division)
+        if key in state:
+            state[key] = found[id(tensor)]
+
+
+def _divide(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, _tensor, division in divided_tensors(module):
+        given = state.get(prefix + name)
+        if not isinstance(given, Tensor):
+            continue
+        if given.shape != division.shape:
+            # PyTorch would compare with this rank's part.
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(module).__name__}:\n\tsize mismatch for {name}: copying a param with "
+                f"shape {given.shape} from checkpoint, the shape in current model is {division.shape}."
+            )
+        state[prefix + name] = part(given, division)
+
+
+def fit_state(optimizer: Optimizer) -> None:
+    """Divide the state that an optimizer has of whole parameters like the parameters; drop that of other stages."""
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        division = division_of(parameter)
+        if division is None or parameter not in optimizer.state:
+            continue
+        if division.is_owned:
+            optimizer.state[parameter].update(_parts_of(optimizer.state[parameter], division))
+        else:
+            del optimizer.state[parameter]
+
+
+def _parts_of(values: Mapping[str, Any], division: Division) -> dict[str, Any]:
+    return {
+        key: part(value, division).clone() if isinstance(value, Tensor) and _is_like(value, division.shape) else value
+        for key, value in values.items()
+    }
+
+
+def _is_like(value: Tensor, shape: torch.Size) -> bool:
+    return value.dim() > 0 and value.shape == shape
+
+
+def _divided_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return of a whole state what this rank loads."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    of_key = dict(zip(keys, parameters, strict=False))  # PyTorch says it if their numbers differ
+    found = {}
+    for key, values in state["state"].items():
+        division = division_of(of_key[key]) if key in of_key else None
+        if division is None or not isinstance(values, Mapping):
+            found[key] = values
+        elif division.is_owned:
+            found[key] = _parts_of(values, division)
+    return {**state, "state": found}
+
+
+def whole_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole state of which ``state`` is this rank's part. Every rank that holds a part of the model must call it.
+
+    Raises:
+        UsageError: a state of a divided parameter has another shape than the parameter, so no whole one can be made of it.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    found = dict(state["state"])
+    stages, mine = None, {}
+    for key, parameter in zip(keys, parameters, strict=True):
+        division = division_of(parameter)
+        if division is None:
+            continue
+        values = found.get(key, {})
+        if division.group is not None and division.is_owned:
+            values = found[key] = _joined_state(values, division) if key in found else values
+            if not values:
+                del found[key]
+        if division.stages is not None:
+            stages = division.stages
+            found.pop(key, None)
+            if division.is_first_owner and values:
+                mine[key] = values
+    if stages is not None:
+        device = next((p.device for p in parameters), torch.device("cpu"))
+        found.update(_of_all_stages(mine, stages, device))
+    order = {key: i for i, key in enumerate(keys)}
+    return {**state, "state": dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))}
+
+
+def _joined_state(values: Mapping[str, Any], division: Division) -> dict[str, Any]:
+    here = replace(division, owners=None, stages=None)
+    here.everyones.extend(division.everyones)
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            if value.shape != division.part_shape:
+                what = f"the optimizer's state {name!r} of a divided parameter has a shape of its own, so it has no whole form"
+                fix = "use an optimizer whose state has the parameters' shapes, or a layout without tp"
+                raise UsageError(explain(what, value=tuple(value.shape), fix=fix))
+            value = whole(value, here)
+        found[name] = value
+    return found
+
+
+def _of_all_stages(mine: Mapping[Any, Any], stages: dist.ProcessGroup, device: torch.device) -> dict[Any, Any]:
+    """Return the states of all stages of a pipeline, each of which knows its own."""
+    told: dict[Any, dict[str, Any]] = {}
+    for key, values in mine.items():
+        told[key] = {
+            name: _Sent(value.shape, value.dtype) if _is_sent(value, device) else value for name, value in values.items()
+        }
+    everyones: list[Any] = [None] * stages.size()
+    dist.all_gather_object(everyones, told, group=stages)
+    found: dict[Any, Any] = {}
+    for stage, states in enumerate(everyones):
+        for key, values in states.items():
+            found[key] = {}
+            for name, value in values.items():
+                if isinstance(value, _Sent):
+                    own = stage == stages.rank()
+                    tensor = mine[key][name].contiguous() if own else torch.empty(value.shape, dtype=value.dtype, device=device)
+                    dist.broadcast(tensor, group=stages, group_src=stage)
+                    value = tensor
+                found[key][name] = value
+    return found
+
+
+class _Sent:
+    """Describes a tensor that follows in a message of its own."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+
+def _is_sent(value: object, device: torch.device) -> bool:
+    return isinstance(value, Tensor) and value.numel() > _TOLD_ELEMENTS and value.device == device
