@@ -1,14 +1,22 @@
-"""The base class of optimizers that wrap the user's own optimizer and let it make the steps."""
+"""The base class of optimizers that wrap the user's own optimizer and let it make the steps.
+
+[Note: one scale for all ranks] ``torch.amp.GradScaler`` keeps a flag "infinity found" in tensors of its own, and adapts its
+scale by it in ``update()``. So if one rank found an infinity in its part, the flag must be set in the scalers of all ranks:
+all step or all skip. PyTorch passes the scaler to ``step`` of an optimizer that asks for it by an argument ``grad_scaler``.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..errors import UsageError, explain
@@ -76,6 +84,36 @@ class WrappedOptimizer(Optimizer):
             self._is_stepping = False
             for group, params in zip(self.param_groups, whole, strict=True):  # loading may have replaced the groups
                 group["params"] = params
+
+    def unscale_together(
+        self, scaler: Any, gradients: Sequence[Tensor], device: torch.device, groups: Iterable[dist.ProcessGroup]
+    ) -> bool:
+        """Unscale gradients unless the user did, and tell whether to step. See [Note: one scale for all ranks].
+
+        Args:
+            scaler: the scaler, before or after ``unscale_(optimizer)``.
+            gradients: this rank's.
+            device: theirs.
+            groups: of the ranks that step or skip together; each rank must call it.
+        """
+        state = scaler._per_optimizer_states[id(self)]
+        found: dict[torch.device, Tensor] = state["found_inf_per_device"]
+        if state["stage"] is OptState.READY:
+            local = torch.zeros((), dtype=torch.float32, device=device)
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            for gradient in gradients:
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
+            inverse = scaler._scale.double().reciprocal().float().to(device)
+            for same in by_dtype.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(same, local, inverse)
+        else:
+            local = sum((value.to(device) for value in found.values()), torch.zeros((), device=device))
+        agreed = (local > 0).to(torch.float32).reshape(1)
+        for group in groups:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+        found.clear()
+        found[device] = agreed.reshape(())
+        return not agreed.item()
 
     def _refuse_other_steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_stepping:

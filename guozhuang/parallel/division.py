@@ -194,7 +194,7 @@ def norms_of(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm
     Returns:
         A 0-dimensional float64 tensor each; 0 for None and for what another stage of a pipeline holds.
     """
-    powers = _powers(parameters, values, norm_type)
+    powers = _summed(parameters, _powers_here(parameters, values, norm_type), norm_type)
     return list(powers if math.isinf(norm_type) else powers ** (1.0 / norm_type))
 
 
@@ -206,8 +206,19 @@ def norm_of(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_
     Returns:
         A 0-dimensional float64 tensor, equal on all ranks.
     """
+    return norm_of_parts(parameters, _powers_here(parameters, values, norm_type), norm_type)
+
+
+def norm_of_parts(parameters: Sequence[Tensor], powers: Tensor, norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all whole tensors together, of whose parts the powers are known. Every rank must call it.
+
+    Args:
+        parameters: say how the tensors are divided.
+        powers: for each, the sum of the p-th powers of this rank's part, for ``inf`` the largest absolute value: float64.
+        norm_type: the p of the p-norm.
+    """
+    powers = _summed(parameters, powers, norm_type)
     divisions = [division_of(each) for each in parameters]
-    powers = _powers(parameters, values, norm_type)
     counts = [each is None or each.is_first_owner for each in divisions]
     powers = powers[torch.tensor(counts, dtype=torch.bool, device=powers.device)]
     stages = next((each.stages for each in divisions if each is not None and each.stages is not None), None)
@@ -219,8 +230,8 @@ def norm_of(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_
     return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).reshape(())
 
 
-def _powers(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_type: float) -> Tensor:
-    """Return the sum of the p-th powers, or the largest absolute value, of each whole tensor on this rank's stage."""
+def _powers_here(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_type: float) -> Tensor:
+    """Return the sum of the p-th powers, or the largest absolute value, of this rank's part of each tensor."""
     if not norm_type > 0:
         raise UsageError(
             explain(
@@ -229,26 +240,33 @@ def _powers(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_
         )
     device = next((value.device for value in values if value is not None), torch.device("cpu"))
     found = torch.zeros(len(parameters), dtype=torch.float64, device=device)
-    groups: dict[dist.ProcessGroup, list[int]] = {}
     mine: list[tuple[int, Tensor]] = []
     for i, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
         division = division_of(parameter)
-        if division is not None and not division.is_owned:
+        if value is None or (division is not None and not division.is_owned):
             continue
         if division is not None and division.group is not None:
-            groups.setdefault(division.group, []).append(i)
-            value = None if value is None else _counted(value, division)
-        if value is not None and value.numel():
+            value = _counted(value, division)
+        if value.numel():
             mine.append((i, value.detach()))
     if mine:
         # In float64, because many of them are summed, and their powers could overflow.
         norms = torch.stack([n.to(found) for n in torch._foreach_norm([v for _, v in mine], norm_type, torch.float64)])
         places = torch.tensor([i for i, _ in mine], device=device)
         found[places] = norms if math.isinf(norm_type) else norms**norm_type
-    for group, indices in groups.items():
-        places = torch.tensor(indices, device=device)
-        found[places] = _reduced(found[places], group, norm_type)
     return found
+
+
+def _summed(parameters: Sequence[Tensor], powers: Tensor, norm_type: float) -> Tensor:
+    """Return the powers of whole tensors, as far as the ranks of this stage hold them."""
+    groups: dict[dist.ProcessGroup, list[int]] = {}
+    for i, division in enumerate(map(division_of, parameters)):
+        if division is not None and division.group is not None and division.is_owned:
+            groups.setdefault(division.group, []).append(i)
+    for group, indices in groups.items():
+        places = torch.tensor(indices, device=powers.device)
+        powers[places] = _reduced(powers[places], group, norm_type)
+    return powers
 
 
 def _counted(value: Tensor, division: Division) -> Tensor:

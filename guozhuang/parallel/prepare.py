@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -11,11 +12,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
 from ..errors import UsageError, explain
 from ..weights.equal_start import start_equal
 from .axes import Around, Axes
+from .division import division_of, norm_of
 from .random import Draws
+from .state import gather_states
 
 #: What a schedule of a pipeline is called. The first is the one under which the script's own loop stays as it is.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -27,9 +31,11 @@ class Pipe(Protocol):
     Attributes:
         at_backward_end: called once on every rank when the backward through the pipe has ended, and gradients of parameters
             that several stages hold have been added up; None: nothing is.
+        at_cut: called once on every rank when the stages have been chosen and parameters of other stages were emptied.
     """
 
     at_backward_end: Callable[[], None] | None
+    at_cut: Callable[[], None] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on a whole batch. Every rank of the pipeline must call it, with equal arguments."""
@@ -69,6 +75,7 @@ class Divided:
         around: what is done to its inputs before it is called and to its outputs afterwards, outermost first.
         pipe: the pipeline that is called in place of the model; None without stages.
         draws: makes random operations in the model's forward draw as in one process; None with a pipe, which sees to that.
+        inside: the model wrapped in what averages its gradients; None if nothing has to be wrapped.
     """
 
     model: nn.Module
@@ -76,6 +83,7 @@ class Divided:
     around: list[Around] = field(default_factory=list)
     pipe: Pipe | None = None
     draws: Draws | None = None
+    inside: Callable[..., Any] | None = None
 
     def drawing(self) -> AbstractContextManager[None]:
         """Return the context in which the model is called: random operations draw there as in one process."""
@@ -83,10 +91,11 @@ class Divided:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on a whole batch, which the ranks that hold one copy of it share. Each must call it."""
+        call: Callable[..., Any] = self.model if self.inside is None else self.inside
         for each in self.around:
             args, kwargs = each.inputs(args, kwargs)
         with self.drawing():
-            found = (self.pipe or self.model)(*args, **kwargs)
+            found = (call if self.pipe is None else self.pipe)(*args, **kwargs)
         for each in reversed(self.around):
             found = each.outputs(found)
         return found
@@ -128,7 +137,9 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
         UsageError: the model, the layout and the wishes do not go together; the text says which.
     """
     start_equal(model, axes.everyone)
-    _draw_alike(axes)
+    _draw_alike(axes, next((p.device for p in model.parameters()), torch.device("cpu")))
+    gather_states(model)
+    _watch_norms(model)
     found = Divided(model, axes)
     if axes.size("tp") > 1:
         _later("tensor", "divide_tensors")(model, axes, wishes.plan)
@@ -149,6 +160,43 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
     return found
 
 
+_divided_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _watch_norms(model: nn.Module) -> None:
+    """Let ``torch.nn.utils.clip_grad_norm_`` clip by the norm of whole gradients, as the script's own line asks for.
+
+    PyTorch's function looks this one up when it is called, so it is replaced for all who have imported that function before.
+    """
+    _divided_models.add(model)
+    if clip_grad._get_total_norm is not _total_norm:
+        clip_grad._get_total_norm = _total_norm
+
+
+def _total_norm(
+    tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> Tensor:
+    """Do what PyTorch's function does, for whole gradients where ranks hold parts. See [Note: divided parameters]."""
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    wanted = {id(each) for each in given}
+    held = [p for model in _divided_models for p in model.parameters() if division_of(p) is not None]
+    chosen = [p for p in held if p.grad is not None and id(p.grad) in wanted]
+    # A stage may hold none of the gradients: then it takes part for the others.
+    idle = next((p for p in held if not given and (d := division_of(p)) is not None and d.stages is not None), None)
+    if not chosen and idle is None:
+        return _torchs_total_norm(given, norm_type, error_if_nonfinite, foreach)
+    divided = {id(p.grad): p for p in chosen}
+    parameters = [divided.get(id(each), each) for each in given] or [idle]
+    total = norm_of(parameters, given or [None], float(norm_type))
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        what = f"the total norm of order {norm_type:g} of the gradients is not finite, so they cannot be clipped"
+        raise RuntimeError(explain(what, value=float(total), fix="look for the step that made them so"))
+    return total.to(given[0].dtype if given else torch.get_default_dtype())
+
+
+_torchs_total_norm = clip_grad._get_total_norm
+
+
 def _later(package: str, name: str) -> Callable[..., Any]:
     """Return a function of a package that is imported at its first use only."""
     try:
@@ -159,13 +207,16 @@ def _later(package: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def _draw_alike(axes: Axes) -> None:
+def _draw_alike(axes: Axes, device: torch.device) -> None:
     """Give the ranks that hold one copy of the model the same random numbers from now on: those of the first of them."""
     group = axes.group("pp", "space", "sequence", "tp")
     if group is None:
         return
     state = torch.get_rng_state()
-    device = group._device_types[0] if hasattr(group, "_device_types") and group._device_types else torch.device("cpu")
     sent = state.to(device)
     dist.broadcast(sent, group=group, group_src=0)
     torch.set_rng_state(sent.cpu())
+    if device.type != "cpu":
+        seed = torch.randint(1 << 62, (1,))  # equal on all these ranks from here on
+        torch.get_device_module(device).manual_seed(int(seed))
+        torch.set_rng_state(sent.cpu())

@@ -24,8 +24,8 @@ _TOLD_ELEMENTS = 16  # tensors of so many elements travel with the description o
 
 def gather_states(module: nn.Module) -> None:
     """Let ``module.state_dict()`` return whole tensors, and ``load_state_dict`` take them. Both are collective from now on."""
-    module.register_state_dict_post_hook(_gather)  # type: ignore[no-untyped-call]
-    module.register_load_state_dict_pre_hook(_divide)  # type: ignore[no-untyped-call]
+    module.register_state_dict_post_hook(_gather)
+    module.register_load_state_dict_pre_hook(_divide)
 
 
 def gather_optimizer_states(optimizer: Optimizer) -> None:
@@ -46,13 +46,10 @@ def divided_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, Division]]
 def _gather(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     found: dict[int, Tensor] = {}
     for name, tensor, division in divided_tensors(module):
-        key = prefix + name
-        if id(tensor) not in found and not (isinstance(tensor, nn.Parameter) or key in state):
-            continue  # a buffer that states leave out, on every rank
-        if id(tensor) not in found:
-            found[id(tensor)] = whole(tensor, division)
-        if key in state:
-            state[key] = found[id(tensor)]
+        if prefix + name in state:  # which leaves out some buffers, the same on every rank
+            if id(tensor) not in found:
+                found[id(tensor)] = whole(tensor, division)
+            state[prefix + name] = found[id(tensor)]
 
 
 def _divide(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -62,10 +59,9 @@ def _divide(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> N
             continue
         if given.shape != division.shape:
             # PyTorch would compare with this rank's part.
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(module).__name__}:\n\tsize mismatch for {name}: copying a param with "
-                f"shape {given.shape} from checkpoint, the shape in current model is {division.shape}."
-            )
+            what = f"Error(s) in loading state_dict for {type(module).__name__}:\n\tsize mismatch for {name}: copying a param"
+            shapes = f"with shape {given.shape} from checkpoint, the shape in current model is {division.shape}."
+            raise RuntimeError(f"{what} {shapes}")
         state[prefix + name] = part(given, division)
 
 
@@ -158,7 +154,8 @@ def _of_all_stages(mine: Mapping[Any, Any], stages: dist.ProcessGroup, device: t
     told: dict[Any, dict[str, Any]] = {}
     for key, values in mine.items():
         told[key] = {
-            name: _Sent(value.shape, value.dtype) if _is_sent(value, device) else value for name, value in values.items()
+            name: _Sent(value.shape, value.dtype) if _is_sent(value, device) else value
+            for name, value in values.items()
         }
     everyones: list[Any] = [None] * stages.size()
     dist.all_gather_object(everyones, told, group=stages)
@@ -169,7 +166,11 @@ def _of_all_stages(mine: Mapping[Any, Any], stages: dist.ProcessGroup, device: t
             for name, value in values.items():
                 if isinstance(value, _Sent):
                     own = stage == stages.rank()
-                    tensor = mine[key][name].contiguous() if own else torch.empty(value.shape, dtype=value.dtype, device=device)
+                    tensor = (
+                        mine[key][name].contiguous()
+                        if own
+                        else torch.empty(value.shape, dtype=value.dtype, device=device)
+                    )
                     dist.broadcast(tensor, group=stages, group_src=stage)
                     value = tensor
                 found[key][name] = value

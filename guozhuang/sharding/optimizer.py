@@ -3,10 +3,6 @@
 [Note: two views of one optimizer] The user's instance makes the steps, see [Note: a wrapped optimizer] in optim/wrapped.py.
 Between steps its groups hold the user's parameters; while it steps, and only then, they hold this rank's blocks. Its ``state``
 belongs to the blocks at all times.
-
-[Note: one scale for all ranks] ``torch.amp.GradScaler`` keeps a flag "infinity found" in tensors of its own, and adapts its
-scale by it in ``update()``. So if one rank found an infinity in its part, the flag must be set in the scalers of all ranks:
-all step or all skip. PyTorch passes the scaler to ``step`` of an optimizer that asks for it by an argument ``grad_scaler``.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from ..errors import UsageError, explain
@@ -57,6 +52,7 @@ class ShardedOptimizer(WrappedOptimizer):
         self._kinds_checked = False
         self._are_whole = needs_whole_tensors(inner)
         # A subclass may do more in step(), such as count its calls, so its step() is called once for all blocks.
+        self.peers: tuple[dist.ProcessGroup, ...] = ()
         self._steps_in_parts = steps_as_torch(type(inner))
         self.carrier: Carrier
         own = {p: inner.state.pop(p) for g in inner.param_groups for p in g["params"] if p in inner.state}
@@ -117,7 +113,8 @@ class ShardedOptimizer(WrappedOptimizer):
             self._rebuild()
         if grad_scaler is not None:
             self.collect()
-            if not self._unscale_together(grad_scaler):
+            gradients = [w.grad for w in self.carrier.weights if w.grad is not None]
+            if not self.unscale_together(grad_scaler, gradients, self.device, (self.group, *self.peers)):
                 self.carrier.skip()
                 self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before prepare()
                 return loss
@@ -134,31 +131,6 @@ class ShardedOptimizer(WrappedOptimizer):
         torch.autograd.graph.increment_version(changed)  # so that a graph that saved old values raises in backward
         self.carrier.publish()
         return loss
-
-    def _unscale_together(self, scaler: Any) -> bool:
-        """Unscale the collected gradients unless the user did, and tell whether to step. See [Note: one scale for all ranks].
-
-        Args:
-            scaler: the scaler, before or after ``unscale_(optimizer)``.
-        """
-        state = scaler._per_optimizer_states[id(self)]
-        found: dict[torch.device, Tensor] = state["found_inf_per_device"]
-        if state["stage"] is OptState.READY:
-            local = torch.zeros((), dtype=torch.float32, device=self.device)
-            gradients: dict[torch.dtype, list[Tensor]] = {}
-            for weight in self.carrier.weights:
-                if weight.grad is not None:
-                    gradients.setdefault(weight.grad.dtype, []).append(weight.grad)
-            inverse = scaler._scale.double().reciprocal().float().to(self.device)
-            for same in gradients.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(same, local, inverse)
-        else:
-            local = sum((value.to(self.device) for value in found.values()), torch.zeros((), device=self.device))
-        agreed = (local > 0).to(torch.float32).reshape(1)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)
-        found.clear()
-        found[self.device] = agreed.reshape(())
-        return not agreed.item()
 
     def collect(self) -> None:
         """Average gradients over ranks; a second call before the step does nothing. Every rank must call it."""

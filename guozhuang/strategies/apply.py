@@ -20,7 +20,7 @@ from guozhuang.groups.agreement import agree
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.registry import registry
 from guozhuang.sharding.prepared import EqualBuffers
-from guozhuang.strategies.prepared import StandsForModule, warn_of_differences
+from guozhuang.strategies.prepared import StandsForModule, StepOf, warn_of_differences
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
 from guozhuang.strategies.ways import PreparedPair, Setup, Sharded, several, takes_several, wraps_in_ddp
 from guozhuang.timeline import Timeline
@@ -146,8 +146,10 @@ def prepare_unseen(
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
     _check_pipeline_options(world)
     setup = Setup(world, num_replicas, num_groups, ddp_options or {}, wishes or {})
-    stepped: Any = optimizers[0] if len(optimizers) == 1 or not isinstance(chosen.prepare, Sharded) else optimizers
-    if world.layout.model_size == 1:
+    is_divided = world.layout.model_size > 1
+    takes_all = len(optimizers) > 1 and (is_divided or isinstance(chosen.prepare, Sharded))
+    stepped: Any = optimizers if takes_all else optimizers[0]
+    if not is_divided:
         found = chosen.prepare(model, stepped, setup)
     else:
         from guozhuang.strategies.divided import prepare_divided  # imported only when needed
@@ -159,6 +161,7 @@ def prepare_unseen(
             found[0], made, found.step if isinstance(found, PreparedPair) and found.owns_step else None
         )
     prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
+    _give_step(prepared[0], setup.wishes.get("loss"))
     for each in several(prepared[1]):
         registry.add_trained(model, prepared[0], each, chosen.name)
     if requested_checkpoint() is not None or registry.on_pause is not None:  # a session counts this model's steps too
@@ -308,6 +311,16 @@ def _check_ddp_options(chosen: Strategy, options: Mapping[str, Any]) -> None:
     if others and not wraps_in_ddp(chosen.prepare):
         what = f"strategy {chosen.name} does not wrap the model in DistributedDataParallel, so it cannot take these arguments"
         raise UsageError(explain(what, value=others, fix="leave them out, or choose a strategy such as ddp"))
+
+
+def _give_step(model: nn.Module, loss: Callable[..., Any] | None) -> None:
+    """Give a prepared model the method ``step`` of scripts that hand their loss over, unless its strategy has given it one."""
+    if loss is None or "step" in vars(type(model)):
+        return
+    if hasattr(model, "step"):
+        what = "the model has an attribute `step` of its own, which model.step(x, y) would hide"
+        raise UsageError(explain(what, value=type(model).__name__, fix="rename it, or leave loss= out of prepare()"))
+    vars(model)["step"] = StepOf(model, loss)
 
 
 def _check_pipeline_options(world: World) -> None:

@@ -5,34 +5,46 @@ it, and average the gradients of those parts in a group of their own. Without a 
 usual, while backward runs. In a pipeline a parameter's gradient grows with each microbatch, and some schedules compute it
 without autograd, so no hook tells when it is complete. The pipeline itself says when its backward has ended; the gradients
 are then handed to the very same reducer, by a backward from the parameters alone.
+
+[Note: equal batches] The ranks that hold one copy of the model work on the same batch: each computes the script's loss. A
+script that shares out its data by rank would train on a mix of batches without any error, so the first batches are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+import contextlib
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree
 from typing_extensions import override
 
 from ..distributed import DistributedDataParallel
 from ..errors import UsageError, explain
 from ..exchange import GradientExchange
-from ..parallel.axes import Axes, make_axes
+from ..groups.agreement import agree
+from ..groups.subgroups import timeout_s
+from ..optim.divided import DividedOptimizer
+from ..parallel.axes import make_axes
 from ..parallel.division import division_of
 from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model
+from ..parallel.state import fit_state, gather_optimizer_states
 from ..sharding.elementwise import needs_whole_tensors
 from ..units import listed
-from ..world.layout import DATA_AXES
+from ..weights.equal_start import broadcast_tensors
+from ..world.layout import DATA_AXES, MODEL_AXES
 from . import ways
-from .prepared import StandsForModule
+from .prepared import StandsForModule, plain_step
 from .ways import Setup, WithExchange, device_ids, several
 
 if TYPE_CHECKING:
     from .table import Strategy
+
+_COMPARED_BATCHES = 2
 
 
 class PreparedParallel(StandsForModule):
@@ -40,43 +52,71 @@ class PreparedParallel(StandsForModule):
 
     Args:
         divided: the model, divided.
-        inside: averages gradients between copies of the model; None where there is one copy.
+        make_inside: makes what averages gradients between copies of the model, once parameters are where they stay; None: there
+            is one copy, or the optimizer averages.
+        loss: for :meth:`step`.
     """
 
-    def __init__(self, divided: Divided, inside: DistributedDataParallel | None) -> None:
+    def __init__(
+        self,
+        divided: Divided,
+        make_inside: Callable[[], DistributedDataParallel] | None,
+        loss: Callable[..., Any] | None = None,
+    ) -> None:
         super().__init__()
         self.add_module("module", divided.model)
-        # Not as parts, whose parameters would have a second name.
-        self.__dict__.update(_divided=divided, _inside=inside, _is_running=False)
-        if divided.pipe is not None:
-            divided.pipe.at_backward_end = None if inside is None else self._average
-        self._stands = True
+        # In the dictionary: as parts they would give parameters a second name.
+        self.__dict__.update(_divided=divided, _num_compared=0, _make_inside=make_inside, _loss=loss)
+        if divided.pipe is None:
+            divided.inside = make_inside and make_inside()
+        elif make_inside is not None:
+            divided.pipe.at_backward_end = self._average
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         divided: Divided = self.__dict__["_divided"]
-        inside: DistributedDataParallel | None = self.__dict__["_inside"]
-        for each in divided.around:
-            args, kwargs = each.inputs(args, kwargs)
-        if divided.pipe is not None:
-            if inside is not None:
-                args, kwargs = inside._pre_forward(*args, **kwargs)
-            found = divided.pipe(*args, **kwargs)
-        else:
-            with divided.drawing():
-                found = (self.module if inside is None else inside)(*args, **kwargs)
-        for each in reversed(divided.around):
-            found = each.outputs(found)
+        self._compare(args, kwargs)
+        inside = self._inside
+        trains = self.module.training and torch.is_grad_enabled()
+        if divided.pipe is not None and inside is not None and trains and inside.forward_sync_buffers:
+            broadcast_tensors(self.module.buffers(), inside.process_group, source=0)
+        return divided(*args, **kwargs)
+
+    @property
+    def _inside(self) -> DistributedDataParallel | None:
+        found: DistributedDataParallel | None = self.__dict__["_divided"].inside
         return found
 
-    def no_sync(self) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the loss and the gradients of one batch, by the loss given to ``prepare``. Every rank must call it.
+
+        Args:
+            args: the model's arguments, and last what the loss compares its outputs with.
+            kwargs: the model's keyword arguments.
+
+        Returns:
+            The mean loss over this copy's batch, detached. Gradients are averaged; the optimizer has not stepped.
+        """
+        divided: Divided = self.__dict__["_divided"]
+        loss = self.__dict__["_loss"]
+        if loss is None:
+            what = "model.step() needs the loss function"
+            raise UsageError(explain(what, fix="give it to gz.prepare(model, optimizer, loss=loss_fn)"))
+        if divided.pipe is not None and not divided.around:
+            self._compare(args, kwargs)
+            return divided.pipe.step(*args, **kwargs)
+        return plain_step(self, loss, args, kwargs)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backwards leave gradients on their ranks; see ``DistributedDataParallel.no_sync``."""
-        inside: DistributedDataParallel | None = self.__dict__["_inside"]
-        return _nothing() if inside is None else inside.no_sync()
+        return contextlib.nullcontext() if self._inside is None else self._inside.no_sync()
 
     def _average(self) -> None:
         """Hand the gradients of a pipeline's backward to the reducer. See [Note: data parallelism around a divided model]."""
-        inside: DistributedDataParallel = self.__dict__["_inside"]
+        if self._inside is None:
+            self.__dict__["_divided"].inside = self.__dict__["_make_inside"]()
+        inside = self._inside
+        assert inside is not None
         if not inside.require_backward_grad_sync:
             return
         trained = [p for p in self.module.parameters() if p.grad is not None]
@@ -84,13 +124,42 @@ class PreparedParallel(StandsForModule):
         for parameter in trained:
             parameter.grad = None
         with torch.enable_grad():
+            inside._pre_forward()
             inside._post_forward(())
         torch.autograd.backward(trained, gradients)
 
+    def _compare(self, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Raise on all ranks of a copy of the model unless they got the same batch. See [Note: equal batches]."""
+        if self.__dict__["_num_compared"] == _COMPARED_BATCHES:
+            return
+        self.__dict__["_num_compared"] += 1
+        group = self.__dict__["_divided"].axes.group(*MODEL_AXES)
+        leaves, _ = _pytree.tree_flatten_with_path((args, kwargs))
+        lines = [f"{_pytree.keystr(path)} {_digest(leaf)}" for path, leaf in leaves]
+        fix = "load data by gz.loader, or share it out by world.data_rank of world.data_size, and draw random inputs by torch"
+        agree(group, "the batch of the ranks that hold one copy of the model together", lines, timeout_s(group), fix)
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        what = "a divided model cannot be copied: each rank has a part of it"
+        raise UsageError(
+            explain(what, fix="keep model.state_dict(), which is whole, on every rank; or load it into a new module")
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        what = "a divided model cannot be pickled: each rank has a part of it"
+        raise UsageError(
+            explain(what, fix="save model.state_dict(), which is whole; call it on every rank, and save on one")
+        )
+
+
+def _digest(leaf: object) -> str:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)[:60]
+    kind = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+    if leaf.layout != torch.strided or leaf.is_meta:
+        return kind
+    values = leaf.detach().cpu().contiguous().view(-1)
+    return f"{kind} with checksum {zlib.crc32(values.view(torch.uint8).numpy().data) if values.numel() else 0:08x}"
 
 
 def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Strategy) -> tuple[nn.Module, Any]:
@@ -98,7 +167,7 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
 
     Args:
         model: whole, and equal on all ranks.
-        optimizer: the user's; a tuple of several for a strategy that divides optimizers.
+        optimizer: the user's, or a tuple of several.
         setup: the properties of the run.
         chosen: averages gradients between the copies of the model.
 
@@ -110,20 +179,45 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
     check_wishes(wishes)
     axes = make_axes(setup.world.layout)
     found = divide_model(model, axes, wishes)
-    _check_steps(model, several(optimizer))
-    inside, optimizer = _inside(chosen, model, optimizer, setup, axes)
-    return PreparedParallel(found, inside), optimizer
+    given = several(optimizer)
+    _check_steps(model, given)
 
+    def fit() -> None:
+        for each in given:
+            fit_state(each)
 
-def _check_inside(chosen: Strategy, setup: Setup) -> None:
-    can = chosen.prepare is ways.ddp or isinstance(chosen.prepare, WithExchange | ways.Sharded)
-    if not can:
-        what = f"strategy {chosen.name} cannot average gradients between copies of a divided model"
-        fix = "choose hybrid, sharded or a strategy that exchanges gradients such as quantize8, or leave --layout out"
-        raise UsageError(explain(what, value=str(setup.world.layout), fix=fix))
-    if setup.num_groups > 1:
-        what = "a divided model has a group of its own for each axis"
-        raise UsageError(explain(what, value=f"--groups {setup.num_groups}", fix="leave --groups or --layout out"))
+    fit()
+    if found.pipe is not None:
+        found.pipe.at_cut = fit
+    peers = tuple(group for group in (axes.group(*MODEL_AXES),) if group is not None)
+    group = axes.group(*DATA_AXES)
+    if group is not None and isinstance(chosen.prepare, ways.Sharded):
+        from ..sharding import shard
+
+        lazy = chosen.prepare.exchange
+        _, sharded = shard(model, optimizer, group, exchange=None if lazy is None else lazy())
+        for each in several(sharded):
+            each.peers = peers  # type: ignore[attr-defined]
+            gather_optimizer_states(each)
+        return PreparedParallel(found, None, wishes.loss), sharded
+    exchange = None
+    if group is not None and isinstance(chosen.prepare, WithExchange):
+        exchange, optimizer = chosen.prepare.make(optimizer)
+    made = tuple(DividedOptimizer(each, peers) for each in several(optimizer))
+    stepped = made if isinstance(optimizer, tuple) else made[0]
+    if group is None:
+        return PreparedParallel(found, None, wishes.loss), stepped
+
+    def inside() -> DistributedDataParallel:
+        foreign = [n for n, p in model.named_parameters() if (d := division_of(p)) is not None and not d.is_owned]
+        vars(model)["_ddp_params_and_buffers_to_ignore"] = foreign
+        options = {"device_ids": device_ids(model), "process_group": group, "init_sync": False, **setup.ddp_options}
+        made = DistributedDataParallel(model, **options)
+        if exchange is not None:
+            made.use_exchange(exchange)
+        return made
+
+    return PreparedParallel(found, inside, wishes.loss), stepped
 
 
 def _check_steps(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -138,27 +232,24 @@ def _check_steps(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             raise UsageError(explain(what, fix=fix))
 
 
-def _inside(
-    chosen: Strategy, model: nn.Module, optimizer: Any, setup: Setup, axes: Axes
-) -> tuple[DistributedDataParallel | None, Any]:
-    """Return what averages gradients between the copies of the model, and the optimizer to step."""
-    group = axes.group(*DATA_AXES)
-    if group is None:
-        return None, optimizer
-    if isinstance(chosen.prepare, ways.Sharded):
-        from ..sharding import shard
-
-        lazy = chosen.prepare.exchange
-        return None, shard(model, optimizer, group, exchange=None if lazy is None else lazy())[1]
-    foreign = [n for n, p in model.named_parameters() if (d := division_of(p)) is not None and not d.is_owned]
-    vars(model)["_ddp_params_and_buffers_to_ignore"] = foreign
-    options = {"device_ids": device_ids(model), "process_group": group, **setup.ddp_options}
-    exchange: Any = None
-    if isinstance(chosen.prepare, WithExchange):
-        exchange, optimizer = chosen.prepare.make(optimizer)
-    inside = DistributedDataParallel(model, **options)
-    if isinstance(exchange, GradientExchange):
-        inside.use_exchange(exchange)
-    elif exchange is not None:
-        inside.use_weight_exchange(exchange, optimizer)
-    return inside, optimizer
+def _check_inside(chosen: Strategy, setup: Setup) -> None:
+    """Raise if ``chosen`` cannot train copies of a divided model."""
+    layout = setup.world.layout
+    fix = "choose hybrid, sharded or a strategy that exchanges gradients such as quantize8, or leave --layout out"
+    prepare = chosen.prepare
+    if not (prepare is ways.ddp or isinstance(prepare, WithExchange | ways.Sharded)):
+        what = f"strategy {chosen.name} cannot average gradients between copies of a divided model"
+        raise UsageError(explain(what, value=str(layout), fix=fix))
+    if isinstance(prepare, WithExchange) and not (
+        prepare.exchange and isinstance(prepare.exchange(), GradientExchange)
+    ):
+        what = f"strategy {chosen.name} exchanges weights or brings its optimizer, which it cannot for a divided model"
+        raise UsageError(explain(what, value=str(layout), fix=fix))
+    if isinstance(prepare, ways.Sharded) and layout.pp > 1 and layout.dp * layout.space * layout.sequence > 1:
+        what = (
+            f"strategy {chosen.name} divides parameters when it is prepared, and stages of a pipeline are chosen later"
+        )
+        raise UsageError(explain(what, value=str(layout), fix="choose hybrid, or a layout without pp"))
+    if setup.num_groups > 1:
+        what = "a divided model has a group of its own for each axis"
+        raise UsageError(explain(what, value=f"--groups {setup.num_groups}", fix="leave --groups or --layout out"))

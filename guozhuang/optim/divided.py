@@ -1,0 +1,67 @@
+"""The optimizer of a divided model: the user's own, which all ranks that hold one copy of the model step or skip together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..parallel.state import gather_optimizer_states
+from .wrapped import WrappedOptimizer
+
+
+class DividedOptimizer(WrappedOptimizer):
+    """Lets the user's optimizer step this rank's parts of the parameters. Its state is whole, with the whole model's indices.
+
+    Args:
+        inner: the user's optimizer.
+        peers: the groups of the ranks that hold one copy of the model together.
+    """
+
+    def __init__(self, inner: Optimizer, peers: Sequence[dist.ProcessGroup]) -> None:
+        self.wrap(inner, moves_state_hooks=False)
+        self._peers = tuple(peers)
+        gather_optimizer_states(inner)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of this rank's parts, as the user's optimizer keeps it."""
+        return self.inner.state
+
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
+        """Step this rank's parts.
+
+        Args:
+            closure: passed to the user's optimizer.
+            grad_scaler: passed by ``torch.amp.GradScaler.step``: if a rank finds a gradient that is not finite, all skip. Every
+                rank must call it.
+
+        Returns:
+            The result of ``closure``, else None.
+        """
+        parameters: list[list[Any]] = [group["params"] for group in self.param_groups]
+        if grad_scaler is not None:
+            held: list[Tensor] = [p for some in parameters for p in some]
+            gradients = [p.grad for p in held if p.grad is not None]
+            device = next((p.device for p in held), torch.device("cpu"))
+            if not self.unscale_together(grad_scaler, gradients, device, self._peers):
+                self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before prepare()
+                return None
+        with self.inner_holds(parameters):
+            return self.inner.step() if closure is None else self.inner.step(closure)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model, as in ``torch.optim``."""
+        self.inner.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state, in the format of ``torch.optim``. Every rank must call it."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load this rank's part of a whole state. Every rank must call it."""
+        self.inner.load_state_dict(state_dict)
