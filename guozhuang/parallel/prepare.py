@@ -179,7 +179,7 @@ def _total_norm(
     """Do what PyTorch's function does, for whole gradients where ranks hold parts. See [Note: divided parameters]."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     wanted = {id(each) for each in given}
-    held = [p for model in _divided_models for p in model.parameters() if division_of(p) is not None]
+    held = [p for model in list(_divided_models) for p in model.parameters() if division_of(p) is not None]
     chosen = [p for p in held if p.grad is not None and id(p.grad) in wanted]
     # A stage may hold none of the gradients: then it takes part for the others.
     idle = next((p for p in held if not given and (d := division_of(p)) is not None and d.stages is not None), None)

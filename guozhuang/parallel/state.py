@@ -136,7 +136,6 @@ def whole_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
 
 def _joined_state(values: Mapping[str, Any], division: Division) -> dict[str, Any]:
     here = replace(division, owners=None, stages=None)
-    here.everyones.extend(division.everyones)
     found = {}
     for name, value in values.items():
         if isinstance(value, Tensor) and value.dim() > 0:

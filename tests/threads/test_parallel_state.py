@@ -1,0 +1,204 @@
+"""A model divided by hand: states are whole and load on any layout, norms are one process's, all ranks step or none."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from guozhuang.errors import UsageError
+from guozhuang.optim.divided import DividedOptimizer
+from guozhuang.parallel.axes import Axes, make_axes
+from guozhuang.parallel.division import disown, divide
+from guozhuang.parallel.prepare import _watch_norms
+from guozhuang.parallel.state import gather_states
+from guozhuang.world.layout import MODEL_AXES, Layout
+
+from .ranks import run_threads
+
+STEPS = 3
+
+
+class Tied(nn.Module):
+    """The first and the last matrix are one; a running statistic belongs to the second stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(6, 5, bias=False)
+        self.last.weight = self.first.weight
+        with torch.no_grad():
+            for i, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.sin(torch.arange(parameter.numel()) + i).view_as(parameter))
+
+
+OPTIMIZERS: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+    lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+)
+
+
+def gradient_of(name: str, whole: Tensor, step: int) -> Tensor:
+    return torch.cos(torch.arange(whole.numel(), dtype=whole.dtype) * (step + 2) + len(name)).view_as(whole)
+
+
+def one_process(make: Callable[[Any], torch.optim.Optimizer], steps: range) -> tuple[nn.Module, Any, list[float]]:
+    model = Tied()
+    optimizer = make(model.parameters())
+    norms = []
+    for step in steps:
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradient_of(name, parameter, step)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+    return model, optimizer, norms
+
+
+def divided(model: nn.Module, axes: Axes) -> None:
+    """Cut the matrix unevenly along tp; the second of two stages holds the norm and, with the first one, the matrix."""
+    gather_states(model)
+    _watch_norms(model)
+    spans = (((0, 2),), ((2, 5),))[axes.index("tp")]
+    divide(model.first.weight, 0, spans, axes.group("tp"))
+    divide(model.first.bias, 0, spans, axes.group("tp"))
+    both, second = (0, 1), (1,)
+    stages = axes.group("pp")
+    for parameter, owners in ((model.first.weight, both), (model.first.bias, (0,)), (model.norm.weight, second)):
+        disown(parameter, owners, stages)
+    disown(model.norm.bias, second, stages)
+    for buffer in model.norm.buffers():
+        disown(buffer, second, stages, keep=True)
+    if axes.index("pp") == axes.size("pp") - 1:
+        model.norm.running_mean += 3.0
+
+
+def own_gradients(model: nn.Module, axes: Axes, step: int) -> None:
+    whole = dict(Tied().named_parameters())
+    low, high = ((0, 2), (2, 5))[axes.index("tp")] if axes.size("tp") == 2 else (0, 5)
+    for name, parameter in model.named_parameters():
+        if parameter.numel():
+            gradient = gradient_of(name, whole[name], step)
+            parameter.grad = gradient[low:high].clone() if name.startswith("first") else gradient
+
+
+def equal(found: Any, wanted: Any) -> None:
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        if isinstance(value, dict):
+            equal(found[key], value)
+        else:
+            torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-7)
+
+
+LAYOUTS = (Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2), Layout(pp=2, dp=2, tp=2))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_states_steps_and_norms_are_those_of_one_process(layout: Layout) -> None:
+    def on_rank(rank: int, size: int) -> None:
+        axes = make_axes(layout)
+        peers = [group for group in (axes.group(*MODEL_AXES),) if group is not None]
+        for make in OPTIMIZERS:
+            plain, plain_optimizer, norms = one_process(make, range(STEPS))
+            model = Tied()
+            inner = make(model.parameters())
+            divided(model, axes)
+            optimizer = DividedOptimizer(inner, peers)
+            found = []
+            for step in range(STEPS):
+                own_gradients(model, axes, step)
+                found.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+                optimizer.step()
+            torch.testing.assert_close(found, norms, rtol=1e-6, atol=0.0)
+            state, saved = model.state_dict(), optimizer.state_dict()
+            wanted = plain.state_dict()
+            wanted["norm.running_mean"] = wanted["norm.running_mean"] + 3.0
+            equal(state, wanted)
+            equal(saved["state"], plain_optimizer.state_dict()["state"])
+            assert saved["param_groups"] == plain_optimizer.state_dict()["param_groups"]
+            assert state["last.weight"] is state["first.weight"]
+            # It loads into one process, and on this layout again, and goes on as if nothing had happened.
+            alone = Tied()
+            alone.load_state_dict(state)
+            make(alone.parameters()).load_state_dict(copy.deepcopy(saved))
+            again = Tied()
+            inner = make(again.parameters())
+            divided(again, axes)
+            resumed = DividedOptimizer(inner, peers)
+            assert again.load_state_dict(state).missing_keys == []
+            resumed.load_state_dict(copy.deepcopy(saved))
+            for one, stepped in ((model, optimizer), (again, resumed)):
+                own_gradients(one, axes, STEPS)
+                stepped.step()
+            equal(again.state_dict(), model.state_dict())
+            equal(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+            buffer = io.BytesIO()
+            torch.save(model.state_dict(), buffer)
+            with pytest.raises(
+                RuntimeError, match=r"size mismatch for first.weight: .*\[4, 6\].*current model is .*\[5, 6\]"
+            ):
+                model.load_state_dict({**state, "first.weight": torch.zeros(4, 6)})
+
+    run_threads(on_rank, layout.size)
+
+
+def test_a_state_from_before_prepare_is_divided_too() -> None:
+    def on_rank(rank: int, size: int) -> None:
+        axes = make_axes(Layout(pp=2, tp=2))
+        model, inner, _ = one_process(OPTIMIZERS[0], range(2))
+        wanted = copy.deepcopy(inner.state_dict()["state"])
+        divided(model, axes)
+        optimizer = DividedOptimizer(inner, [])
+        assert all(p.numel() for p in optimizer.state)
+        equal(optimizer.state_dict()["state"], wanted)
+
+    run_threads(on_rank, 4)
+
+
+def test_all_ranks_skip_a_step_if_one_found_an_infinity() -> None:
+    def on_rank(rank: int, size: int) -> list[float]:
+        axes = make_axes(Layout(pp=2, tp=2))
+        model = Tied()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        divided(model, axes)
+        group = axes.group(*MODEL_AXES)
+        assert group is not None
+        optimizer = DividedOptimizer(inner, [group])
+        scales = []
+        for unscales in (True, False):
+            for bad in (3, None):
+                scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+                scaler.scale(torch.ones(1))
+                own_gradients(model, axes, 0)
+                before = [p.detach().clone() for p in model.parameters()]
+                if rank == bad:
+                    next(p for p in model.parameters() if p.grad is not None).grad[0] = float("inf")
+                if unscales:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True) if p.numel()]
+                assert not any(moved) if bad is not None else all(moved)
+                scales.append(scaler.get_scale())
+        return scales
+
+    assert run_threads(on_rank, 4) == [[32.0, 64.0, 32.0, 64.0]] * 4
+
+
+def test_a_state_of_another_shape_has_no_whole_form() -> None:
+    def on_rank(rank: int, size: int) -> None:
+        axes = make_axes(Layout(tp=2))
+        model = Tied()
+        inner = torch.optim.Adafactor(model.parameters())
+        divided(model, axes)
+        optimizer = DividedOptimizer(inner, [])
+        own_gradients(model, axes, 0)
+        optimizer.step()
+        with pytest.raises(UsageError, match="has a shape of its own"):
+            optimizer.state_dict()
+
+    run_threads(on_rank, 2)
