@@ -153,7 +153,7 @@ def _of_all_stages(mine: Mapping[Any, Any], stages: dist.ProcessGroup, device: t
     told: dict[Any, dict[str, Any]] = {}
     for key, values in mine.items():
         told[key] = {
-            name: _Sent(value.shape, value.dtype) if _is_sent(value, device) else value
+            name: _Follows(value.shape, value.dtype) if _is_sent(value, device) else value
             for name, value in values.items()
         }
     everyones: list[Any] = [None] * stages.size()
@@ -163,7 +163,7 @@ def _of_all_stages(mine: Mapping[Any, Any], stages: dist.ProcessGroup, device: t
         for key, values in states.items():
             found[key] = {}
             for name, value in values.items():
-                if isinstance(value, _Sent):
+                if isinstance(value, _Follows):
                     own = stage == stages.rank()
                     tensor = (
                         mine[key][name].contiguous()
@@ -176,7 +176,7 @@ def _of_all_stages(mine: Mapping[Any, Any], stages: dist.ProcessGroup, device: t
     return found
 
 
-class _Sent:
+class _Follows:
     """Describes a tensor that follows in a message of its own."""
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
