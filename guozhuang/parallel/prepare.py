@@ -176,7 +176,7 @@ def _watch_norms(model: nn.Module) -> None:
 def _total_norm(
     tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> Tensor:
-    """Do what PyTorch's function does, for whole gradients where ranks hold parts. See [Note: divided parameters] in division.py."""
+    """Do what PyTorch's does, for whole gradients where ranks hold parts. See [Note: divided parameters] in division.py."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     wanted = {id(each) for each in given}
     held = [p for model in list(_divided_models) for p in model.parameters() if division_of(p) is not None]
