@@ -50,8 +50,13 @@ class RunsForward(Protocol):
         ...
 
 
+    def around_backward(self, microbatch: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the backward of a microbatch runs."""
+        ...
+
+
 class WeightsLater(Protocol):
-    """What a runtime of a schedule with divided backwards needs: see ``weights.py``."""
+    """What a runtime of a schedule with divided backwards needs: see ``deferred.py``."""
 
     def of(self, place: tuple[int, int]) -> Any:
         """Return a context in which products of a (stage, microbatch) leave the gradients of their weights for later."""
@@ -299,7 +304,8 @@ class PipelineRun:
             roots += more
             gradients += their_gradients
         if roots:
-            with self._weights_later(stage, k):
+            around = runtime.stages[stage].around_backward(self._microbatches[k])
+            with self._weights_later(stage, k), around:
                 torch.autograd.backward(roots, gradients)
         del self._held[stage, k], roots, gradients
         runtime.transfers.release([StageMessage(GRADIENTS, target, stage, k) for target in held.sends])
