@@ -49,7 +49,6 @@ class RunsForward(Protocol):
         """
         ...
 
-
     def around_backward(self, microbatch: Any) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the backward of a microbatch runs."""
         ...
