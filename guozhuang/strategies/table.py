@@ -43,6 +43,7 @@ class Strategy:
         source: the paper or the software on which the strategy is based, for reports; empty if there is none.
         takes_groups: whether the strategy can send its buckets through several process groups in turn.
         warmup_steps: number of first steps in which the strategy sends more bytes than later.
+        divides_itself: whether ``prepare`` divides the model along the strategy's own axis; else that is done for it.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Strategy:
     source: str = ""
     takes_groups: bool = False
     warmup_steps: int = 0
+    divides_itself: bool = False
 
 
 def _compressed(codec: str, *args: Any, error_feedback: bool = False, **options: Any) -> Lazy:
@@ -177,7 +179,27 @@ _TABLE: dict[str, Strategy] = {
         _divided(
             "pipeline", "the model's layers divided into stages; microbatches pass through them", papers.HUANG_2019
         ),
+        Strategy(
+            "torch-pipeline",
+            "PyTorch's pipelining: traced, cut by counting blocks; GPipe's schedule or 1F1B",
+            exact=False,
+            trains=True,
+            one_process=False,
+            prepare=Lazy("strategies.peers:torch_pipeline"),
+            source="PyTorch torch.distributed.pipelining",
+            divides_itself=True,
+        ),
         _divided("tensor", "each matrix divided, with the heads of attention", papers.SHOEYBI_2019),
+        Strategy(
+            "torch-tensor",
+            "PyTorch's tensor parallelism: parallelize_module with DTensor",
+            exact=False,
+            trains=True,
+            one_process=False,
+            prepare=Lazy("strategies.peers:torch_tensor"),
+            source="PyTorch torch.distributed.tensor.parallel",
+            divides_itself=True,
+        ),
         _divided("space", "each image divided, with halos from the neighbours", papers.DRYDEN_2019),
         _divided("sequence", "each sequence divided; attention exchanges heads or blocks", papers.JACOBS_2023),
         _divided(

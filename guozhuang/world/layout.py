@@ -16,7 +16,14 @@ DATA_AXES = ("dp", "space", "sequence")
 MODEL_AXES = ("pp", "space", "sequence", "tp")
 
 #: The axis that a strategy fills with all ranks that its layout leaves; every other strategy fills "dp".
-OWN_AXIS = {"pipeline": "pp", "tensor": "tp", "space": "space", "sequence": "sequence"}
+OWN_AXIS = {
+    "pipeline": "pp",
+    "torch-pipeline": "pp",
+    "tensor": "tp",
+    "torch-tensor": "tp",
+    "space": "space",
+    "sequence": "sequence",
+}
 HYBRID = "hybrid"
 
 _FORM = "write sizes as in pp=2,tp=2,dp=auto"
