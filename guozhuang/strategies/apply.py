@@ -146,7 +146,7 @@ def prepare_unseen(
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
     _check_pipeline_options(world)
     setup = Setup(world, num_replicas, num_groups, ddp_options or {}, wishes or {})
-    is_divided = world.layout.model_size > 1
+    is_divided = world.layout.model_size > 1 and not chosen.divides_itself
     takes_all = len(optimizers) > 1 and (is_divided or isinstance(chosen.prepare, Sharded))
     stepped: Any = optimizers if takes_all else optimizers[0]
     if not is_divided:
