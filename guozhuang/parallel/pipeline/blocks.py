@@ -2,7 +2,8 @@
 
 Nothing is traced: the lists stand in the model. A transformer has a ``ModuleList`` of layers of one class, a ResNet four
 ``Sequential`` of one class of blocks, T5 a list in its encoder and one in its decoder. A model without such lists is cut
-between its children. The order in which the forward calls these parts is not seen here, but when it runs (``calls.py``).
+between its children. The order in which the forward calls these parts is not seen here, but when it runs
+(``forwards/calls.py``).
 """
 
 from __future__ import annotations

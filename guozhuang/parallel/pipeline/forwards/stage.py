@@ -1,0 +1,251 @@
+"""One stage of a pipeline: the model's own forward, of which it computes some calls and passes over the rest.
+
+A stage runs the model's forward on a microbatch. Calls that it owns are made. Calls of earlier stages return what was
+received, or a tensor of the right shape without content where nothing here needs them. After the last call that the stage owns
+the forward ends. So the model stays as it was written: no layer is moved, no name changes, and masks, positions and loops are
+the model's own. See [Note: a forward without its units] in ``calls.py``.
+
+Tensors without content hold NaN. If a value was needed of which nothing told, the loss is NaN, and not a little wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ....errors import UsageError, explain
+from ...random import Draws
+from .calls import Routes, Value
+from .intercept import intercepted
+from .outputs import UnitOutput, UnitOutputs, filled, tensors_in
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Some rows of a batch.
+
+    Attributes:
+        number: counts from 0 within the batch.
+        args: the positional inputs of the model, cut to these rows.
+        kwargs: the keyword inputs.
+        rows: which rows of the batch.
+        num_rows: of the batch.
+    """
+
+    number: int
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rows: slice
+    num_rows: int
+
+
+@dataclass
+class StageOutput:
+    """What the forward of a stage returns.
+
+    Attributes:
+        sends: by destination stage the tensors that it needs, in the order of the routes.
+        result: of the last stage: the tensors that the tail needs, or what the model returns; None of others.
+    """
+
+    sends: Mapping[int, Sequence[Tensor | None]] = field(default_factory=dict)
+    result: Any = None
+
+
+class _ForwardEnds(BaseException):
+    """Leaves the model's forward after the last call that a stage makes. No ``except Exception`` of the model stops it."""
+
+
+class Stage:
+    """One stage of a model.
+
+    Args:
+        model: the whole model; the units of other stages may have no parameters left.
+        units: by name; see :func:`guozhuang.parallel.pipeline.blocks.find_units`.
+        outputs: what units return for which shapes.
+        routes: which stage makes which call, and who gets its outputs.
+        draws: this stage's random operations.
+        index: of this stage.
+        num_stages: of the pipeline.
+        runs_tail: the last stage runs the model's forward to its end, and its result is what the model returns.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Mapping[str, nn.Module],
+        outputs: UnitOutputs,
+        routes: Routes,
+        draws: Draws,
+        index: int,
+        num_stages: int,
+        *,
+        runs_tail: bool = False,
+    ) -> None:
+        self._model, self._units, self._outputs, self._routes, self.index = model, units, outputs, routes, index
+        self.draws = draws
+        self._is_last, self._runs_tail = index == num_stages - 1, runs_tail and index == num_stages - 1
+        self._own = frozenset(name for name, stage in routes.stage_of.items() if stage == index)
+        self._end = next((name for name in reversed(routes.order) if name in self._own), None)
+        self.sends = {target: values for (source, target), values in routes.messages.items() if source == index}
+        self.receives = {source: values for (source, target), values in routes.messages.items() if target == index}
+        crossing = [*self.sends.values(), routes.result if self._is_last else ()]
+        self._crossing = frozenset(value for values in crossing for value in values)
+
+    def forward(self, microbatch: Microbatch, received: Mapping[int, Sequence[Tensor | None]]) -> StageOutput:
+        """Compute one microbatch.
+
+        Args:
+            microbatch: its inputs, equal on all stages.
+            received: by source stage the tensors that :attr:`receives` names, in that order.
+
+        Raises:
+            UsageError: the forward did not call the units that it called before.
+        """
+        given: dict[Value, Tensor] = {}
+        is_first = microbatch.number == 0
+        if is_first:
+            self.draws.begin()
+        for source, tensors in received.items():
+            values = self.receives[source]
+            given.update((v, t) for v, t in zip(values, tensors, strict=False) if t is not None)
+            if is_first and source == self.index - 1 and (state := tensors[len(values)]) is not None:
+                self.draws.set_state(state)
+        kept = dict(given)
+        result = None
+        with self.draws.microbatch(microbatch.rows, microbatch.num_rows, self._model.training):
+            if self._end is not None or self._runs_tail:
+                end = None if self._runs_tail else self._end
+                forward = PassingForward(
+                    self._units, self._outputs, self._routes, self.draws, self._own, given, self._crossing
+                )
+                found = forward.run(self._model, microbatch.args, microbatch.kwargs, end)
+                kept.update(forward.kept)
+                result = found if self._runs_tail else None
+        if self._is_last and not self._runs_tail:
+            result = [kept[value] for value in self._routes.result]
+        sends: dict[int, list[Tensor | None]]
+        sends = {target: [kept.get(value) for value in values] for target, values in self.sends.items()}
+        if is_first and not self._is_last:
+            sends[self.index + 1].append(self.draws.state())
+        return StageOutput(sends, result)
+
+    def around_backward(self, microbatch: Microbatch) -> AbstractContextManager[None]:
+        """Return a context in which the backward of a microbatch runs, of which activation checkpointing is a part."""
+        return self.draws.backward(microbatch.rows, microbatch.num_rows)
+
+
+class PassingForward:
+    """One run of a model's forward that passes over calls.
+
+    Args:
+        units: by name.
+        outputs: what units return for which shapes.
+        routes: what the forward calls.
+        draws: the random operations of this stage.
+        own: the calls that are made.
+        given: outputs of other calls.
+        crossing: outputs of own calls that are wanted.
+        pieces: outputs of other calls that are to be joined: those of the microbatches of a batch, in their order.
+
+    Attributes:
+        kept: the outputs that were wanted, after the run.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, nn.Module],
+        outputs: UnitOutputs,
+        routes: Routes,
+        draws: Draws,
+        own: frozenset[str],
+        given: Mapping[Value, Tensor],
+        crossing: frozenset[Value],
+        pieces: Mapping[Value, Sequence[Tensor]] | None = None,
+    ) -> None:
+        self._units, self._outputs, self._routes, self._draws, self._own = units, outputs, routes, draws, own
+        self._given, self._crossing, self._pieces = given, crossing, pieces or {}
+        self._device = torch.device("cpu")
+        self._position = 0
+        self._end: str | None = None
+        self.kept: dict[Value, Tensor] = {}
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], end: str | None) -> Any:
+        """Run the forward, up to the call of this name or to its end; return what the model returned, or None."""
+        self._end = end
+        self._device = next((each.device for each in tensors_in((args, dict(kwargs)))), self._device)
+        with intercepted(self._units, self._on_call):
+            try:
+                found = model(*args, **kwargs)
+            except _ForwardEnds:
+                return None
+        if self._position != len(self._routes.order):
+            self._differs("ended")
+        if end is not None:
+            return None
+        return found
+
+    def _on_call(self, name: str, unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._position >= len(self._routes.order) or self._routes.order[self._position] != name:
+            self._differs(f"called {name}")
+        self._position += 1
+        if name in self._own:
+            with self._draws.unit(own=True):
+                found = proceed(*args, **kwargs)
+            self._keep(name, found)
+            if name == self._end:
+                raise _ForwardEnds
+            return found
+        with self._draws.unit(own=False):
+            return self._passed_over(name, unit, proceed, args, kwargs)
+
+    def _passed_over(self, name: str, unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        output = self._outputs.of(name, unit, proceed, args, kwargs)
+        places = [i for i, leaf in enumerate(output.leaves) if isinstance(leaf, Tensor)]
+        given = {i: self._given[Value(name, i)] for i in places if Value(name, i) in self._given}
+        for i in places:
+            if (value := Value(name, i)) in self._pieces:
+                given[i] = _joined(value, self._pieces[value], output, self._outputs)
+            elif i not in given and value in self._routes.changed:
+                given[i] = torch.zeros(output.leaves[i].shape, dtype=output.leaves[i].dtype, device=self._device)
+        return filled(output, given, math.nan, self._device)
+
+    def _keep(self, name: str, found: Any) -> None:
+        for i, leaf in enumerate(pytree.tree_leaves(found)):
+            value = Value(name, i)
+            if value not in self._crossing or not isinstance(leaf, Tensor):
+                continue
+            self.kept[value] = leaf.clone() if value in self._routes.changed else leaf
+
+    def _differs(self, what: str) -> None:
+        order, place = self._routes.order, self._position
+        expected = f"call {order[place]}" if place < len(order) else "end"
+        what = f"the model's forward {what} where it was to {expected}, as in its first run with inputs of this kind"
+        fix = "a forward that calls other modules for other data cannot be divided into stages"
+        raise UsageError(explain(what, value=f"call {place + 1} of {len(order)}", fix=fix))
+
+
+def _joined(value: Value, pieces: Sequence[Tensor], output: UnitOutput, outputs: UnitOutputs) -> Tensor:
+    """Return a whole batch's output, of those of its microbatches."""
+    if len(pieces) == 1:
+        return pieces[0]
+    first = pieces[0]
+    shape = output.leaves[value.leaf].shape
+    if value.call in outputs.opaque or len(shape) != first.dim():
+        dims = [d for d in range(first.dim()) if len({piece.shape[d] for piece in pieces}) > 1] or list(
+            range(first.dim())
+        )
+    else:
+        dims = [d for d in range(first.dim()) if sum(piece.shape[d] for piece in pieces) == shape[d] != first.shape[d]]
+    if not dims:
+        what = f"{value.call} returns a tensor without a dimension for samples, which the model's output is made of"
+        fix = "return a value for each sample, because those of microbatches cannot be joined, or give microbatches=1"
+        raise UsageError(explain(what, value=tuple(first.shape), fix=fix))
+    return torch.cat(list(pieces), dims[0])

@@ -1,0 +1,303 @@
+"""A pipeline under the script's own loop: ``model(x)`` on the whole batch, the script's loss, ``loss.backward()``.
+
+[Note: the order of GPipe as one autograd function] The forward of all microbatches is the forward of one autograd function; the
+outputs that the model's tail needs are its results, on every rank, and the tail makes of them what the model returns. So the
+script's loss sees the whole batch, whatever it computes. Its backward reaches the function with gradients of these outputs, and
+the function's backward is that of all microbatches, in the reverse order of stages. Activations of all microbatches are held
+in between, as in GPipe (Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+
+from ...errors import UsageError, explain
+from ...groups.subgroups import subgroup
+from ..axes import Axes
+from .forwards.batch_norm import BatchStatistics
+from .forwards.stage import Microbatch, PassingForward
+from .microbatches import check_equal, cut_batch
+from .plan import StagePlan, StagePlans, without_caches
+from .runtime import PipelineRun
+
+_NUM_CHECKED = 3
+
+
+@dataclass
+class _Batch:
+    """One batch between its forward and its backward.
+
+    Attributes:
+        run: its microbatches in the stages of this rank.
+        microbatches: its parts.
+        tensors: the outputs that the tail needs, for each microbatch in turn; equal on all ranks.
+        state: of the random generators, after the last stage.
+        inputs: for each microbatch, its parts of the inputs that require a gradient.
+    """
+
+    run: PipelineRun
+    microbatches: list[Microbatch]
+    tensors: list[Tensor] = field(default_factory=list)
+    state: Tensor = field(default_factory=lambda: torch.empty(0))
+    inputs: list[list[Tensor]] = field(default_factory=list)
+
+
+class GPipe:
+    """A model divided into stages that is called like the model itself. Every rank of the pipeline must make the same calls.
+
+    The model is divided at the first call: until then its parameters are whole.
+
+    Args:
+        model: whole and equal on all ranks.
+        axes: the groups of the layout.
+        cut: the calls at which a new stage begins; None: chosen.
+        num_microbatches: into how many parts a batch is cut; None: four for each stage.
+
+    Attributes:
+        at_backward_end: called once on every rank when a backward has ended that went through the pipeline.
+    """
+
+    def __init__(
+        self, model: nn.Module, axes: Axes, cut: Sequence[str] | None = None, num_microbatches: int | None = None
+    ) -> None:
+        group = axes.group("pp")
+        assert group is not None, "a pipeline has several ranks"
+        self.model, self.group = model, group
+        self.num_microbatches = num_microbatches or 4 * group.size()
+        self.plans = StagePlans(model, group, cut, "gpipe", 1)
+        self.at_backward_end: Callable[[], None] | None = None
+        self._statistics = BatchStatistics([model])
+        self._configurations = without_caches(model)
+        self._ties = TiedGradients(group)
+        self._num_checked = 0
+        self._has_callback = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward on a whole batch, and return what the model returns, on every rank.
+
+        Raises:
+            UsageError: the model cannot be divided, or the inputs differ between the ranks.
+        """
+        with self._without_caches():
+            if self._num_checked < _NUM_CHECKED:
+                self._num_checked += 1
+                check_equal(args, kwargs, self.group)
+            microbatches = cut_batch(args, kwargs, self.num_microbatches)
+            plan = self.plans.plan(microbatches[0])
+            batch = _Batch(plan.runtime.begin(microbatches), microbatches)
+            leaves = [
+                each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.requires_grad
+            ]
+            if torch.is_grad_enabled():
+                anchor = torch.empty(0, requires_grad=True)
+                found: Any = _Passes.apply(self, plan, batch, anchor, *leaves)  # type: ignore[no-untyped-call]
+            else:
+                found = self._forwards(plan, batch)
+            count = len(plan.routes.result)
+            pieces = {value: found[i::count] for i, value in enumerate(plan.routes.result)}
+            draws, plans = next(iter(self.plans.draws.values())), self.plans
+            tail = PassingForward(plans.units, plans.outputs, plan.routes, draws, frozenset(), {}, frozenset(), pieces)
+            with draws.tail(batch.state, microbatches[0].num_rows, self.model.training):
+                return tail.run(self.model, args, kwargs, None)
+
+    def step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Raise: under this order the script computes its loss itself."""
+        what = "model.step(...) needs the loss of each microbatch"
+        raise UsageError(explain(what, fix="give prepare(..., loss=loss_fn), or call model(x) and loss.backward()"))
+
+    def _forwards(self, plan: StagePlan, batch: _Batch) -> list[Tensor]:
+        """Run the forward half, and return the outputs that the tail needs, of each microbatch in turn."""
+        with self._statistics.collecting(len(batch.microbatches)):
+            batch.run.execute("F")
+        mine: list[Tensor] = []
+        if self.group.rank() == self.group.size() - 1:
+            results = [batch.run.results[i] for i in range(len(batch.microbatches))]
+            mine = [*(tensor for each in results for tensor in each), next(iter(self.plans.draws.values())).state()]
+        *batch.tensors, batch.state = self._told(mine, is_alone=len(batch.microbatches) == 1)
+        return batch.tensors
+
+    def _told(self, mine: list[Tensor], is_alone: bool) -> list[Tensor]:
+        """Return on every rank the tensors of the last stage, without their graph, and requiring gradients as they do.
+
+        Args:
+            mine: on the rank of the last stage, its tensors.
+            is_alone: they are those of one microbatch, which are not joined into new ones: the script may change them in place.
+        """
+        last = self.group.size() - 1
+        is_last = self.group.rank() == last
+        told: list[Any] = [[(tuple(t.shape), t.dtype, t.requires_grad) for t in mine]]
+        dist.broadcast_object_list(told, group=self.group, group_src=last)
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        found: list[Tensor] = []
+        for i, (shape, dtype, requires_grad) in enumerate(told[0]):
+            if is_last:  # .data, because a group may count its writing of what is there already as a change
+                tensor = mine[i].detach().clone() if is_alone else mine[i].data.contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(tensor, group=self.group, group_src=last)
+            found.append(tensor.requires_grad_() if requires_grad else tensor)
+        return found
+
+    def _backwards(self, batch: _Batch, gradients: Sequence[Tensor | None]) -> None:
+        """Run the backward half, and add up the gradients of parameters that several ranks hold."""
+        count = len(gradients) // len(batch.microbatches)
+
+        def seeds(number: int, result: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+            mine = gradients[number * count : (number + 1) * count]
+            pairs = [(t, g) for t, g in zip(result, mine, strict=True) if g is not None and t.requires_grad]
+            return [t for t, _ in pairs], [g for _, g in pairs]
+
+        with self._ties.added_up(self.plans.shared), self._statistics.discarding():
+            batch.run.execute("B", seeds)
+        if not self._has_callback:
+            self._has_callback = True
+            Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._has_callback = False
+        if self.at_backward_end is not None:
+            self.at_backward_end()
+
+    @property
+    def at_cut(self) -> Callable[[], None] | None:
+        """Called once on every rank at the first forward, when parameters of other ranks were freed; None: nothing is."""
+        return self.plans.at_cut
+
+    @at_cut.setter
+    def at_cut(self, found: Callable[[], None] | None) -> None:
+        self.plans.at_cut = found
+
+    @contextlib.contextmanager
+    def _without_caches(self) -> Iterator[None]:
+        """Keep keys and values out of the outputs: models would put them into an object that all layers change."""
+        for each in self._configurations.values():
+            each.use_cache = False
+        try:
+            yield
+        finally:
+            for each in self._configurations.values():
+                each.use_cache = True
+
+
+class _Passes(torch.autograd.Function):
+    """The passes of one batch through the pipeline. See [Note: the order of GPipe as one autograd function]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pipe: GPipe, plan: StagePlan, batch: _Batch, anchor: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.told = pipe, batch
+        ctx.shapes = [each.shape for each in inputs]
+        for each in batch.microbatches:
+            tensors = pytree.tree_leaves((each.args, dict(each.kwargs)))
+            batch.inputs.append([leaf for leaf in tensors if isinstance(leaf, Tensor) and leaf.requires_grad])
+        with torch.enable_grad():
+            found = pipe._forwards(plan, batch)
+        ctx.mark_non_differentiable(*(each for each in found if not each.requires_grad))
+        return tuple(each.detach() if each.requires_grad else each for each in found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if ctx.told is None:
+            what = "a second backward went through a pipeline, whose activations are freed after the first one"
+            fix = "add the losses and call backward() once, without retain_graph=True"
+            raise UsageError(explain(what, fix=fix))
+        if torch.is_grad_enabled():
+            what = "a pipeline has no gradients of gradients"
+            raise UsageError(explain(what, value="create_graph=True", fix="leave create_graph out"))
+        pipe, batch = ctx.told
+        ctx.told = None
+        pipe._backwards(batch, gradients)
+        return None, None, None, None, *_input_gradients(batch, ctx.shapes, pipe.group)
+
+
+def _input_gradients(batch: _Batch, shapes: Sequence[torch.Size], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the gradients of the inputs that require one, which several stages may have computed parts of."""
+    found = []
+    for i, shape in enumerate(shapes):
+        parts = [each[i] for each in batch.inputs]
+        grads = [part.grad if part.grad is not None else torch.zeros_like(part) for part in parts]
+        is_cut = len(shape) > 0 and shape[0] == batch.microbatches[0].num_rows
+        joined = torch.cat(grads) if is_cut else torch.stack(grads).sum(0)
+        dist.all_reduce(joined, group=group)
+        found.append(joined)
+    return found
+
+
+class TiedGradients:
+    """Adds up the gradients of parameters that several ranks of a pipeline hold: tied weights, and what glue uses itself.
+
+    Args:
+        group: the ranks of the pipeline.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    @contextlib.contextmanager
+    def added_up(self, shared: Sequence[tuple[nn.Parameter, tuple[int, ...]]]) -> Iterator[None]:
+        """Let each rank have the sum of what all ranks add to the gradients of these parameters in this block.
+
+        Args:
+            shared: parameters, in one order on all ranks, with the ranks that hold them.
+        """
+        before = [parameter.grad for parameter, _ in shared]
+        for parameter, _ in shared:
+            parameter.grad = None
+        yield
+        has = torch.tensor([float(parameter.grad is not None) for parameter, _ in shared])
+        if len(shared):
+            dist.all_reduce(has, group=self._group)
+        for (parameter, owners), was, any_has in zip(shared, before, has.tolist(), strict=True):
+            if any_has and self._group.rank() in owners:
+                mine = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                dist.all_reduce(mine, group=self._among(owners))
+                parameter.grad = mine
+            if was is not None:
+                parameter.grad = was if parameter.grad is None else was.add_(parameter.grad)
+
+    def _among(self, owners: tuple[int, ...]) -> dist.ProcessGroup:
+        if len(owners) == self._group.size():
+            return self._group
+        if owners not in self._groups:
+            self._groups[owners] = subgroup(self._group, owners)
+        return self._groups[owners]
+
+
+def divide_pipeline(
+    model: nn.Module,
+    axes: Axes,
+    *,
+    cut: Sequence[str] | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
+    loss: Callable[..., Any] | None = None,
+) -> GPipe:
+    """Divide a model into the stages of a pipeline. Every rank of the group must call it.
+
+    Args:
+        model: whole and equal on all ranks.
+        axes: the groups of the layout.
+        cut: the calls at which a new stage begins; None: chosen.
+        num_microbatches: into how many parts a batch is cut; None: chosen.
+        schedule: the name of the schedule; None: chosen.
+        loss: for ``step``.
+
+    Raises:
+        UsageError: the model has no parts to cut between, or the schedule is another one than "gpipe".
+    """
+    if loss is not None or schedule not in (None, "gpipe"):
+        what = "this version of Guozhuang has no schedule for model.step(...) yet"
+        raise UsageError(explain(what, value=schedule or "loss=", fix="leave loss and schedule out"))
+    return GPipe(model, axes, cut, num_microbatches)

@@ -1,0 +1,236 @@
+"""How a model is divided into stages: decided once, with the first batch; and the routes for each further kind of inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...errors import UsageError, explain
+from ..division import disown
+from ..random import Draws
+from .blocks import find_units
+from .forwards.calls import ObservedForward, Routes, observe, route
+from .forwards.outputs import UnitOutputs
+from .forwards.stage import Microbatch, Stage
+from .microbatches import with_rows
+from .runtime import PipelineRuntime
+
+_log = logging.getLogger("guozhuang")
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """How batches of one kind of inputs go through the stages.
+
+    Attributes:
+        routes: who computes what, and sends it to whom.
+        runtime: carries it out.
+    """
+
+    routes: Routes
+    runtime: PipelineRuntime
+
+
+class StagePlans:
+    """Divides a model into stages with its first batch. Every rank of the pipeline must make the same calls.
+
+    Args:
+        model: whole and equal on all ranks.
+        group: the ranks of the pipeline.
+        cut: the calls at which a new stage begins; None: chosen.
+        schedule: the name of the schedule.
+        stages_per_rank: number of stages of each rank.
+
+    Attributes:
+        units: the units of the model, by name.
+        outputs: what they return for which shapes.
+        owners: the ranks of the group that hold each parameter, by its name, once the model is divided.
+        shared: the parameters that this rank and others hold, with those ranks.
+        draws: the random operations of each of this rank's stages, by its number.
+        at_cut: called once on every rank when the parameters of other ranks were freed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        cut: Sequence[str] | None,
+        schedule: str,
+        stages_per_rank: int,
+    ) -> None:
+        self.model, self.group = model, group
+        self._cut, self._schedule, self._stages_per_rank = cut, schedule, stages_per_rank
+        self.num_stages = group.size() * stages_per_rank
+        self.units = find_units(model, self.num_stages)
+        if len(self.units) < self.num_stages:
+            what = f"the model has {len(self.units)} parts between which it can be cut, for {self.num_stages} stages"
+            fix = "use fewer ranks along pp; a model is cut between the elements of its lists, or its children"
+            raise UsageError(explain(what, value=list(self.units) or type(model).__name__, fix=fix))
+        self.outputs = UnitOutputs(self.units)
+        self.owners: dict[str, tuple[int, ...]] = {}
+        self.shared: list[tuple[nn.Parameter, tuple[int, ...]]] = []
+        rank, size = group.rank(), group.size()
+        self.draws = {i: Draws(model, first=i == 0) for i in range(rank, self.num_stages, size)}
+        self.at_cut: Callable[[], None] | None = None
+        self._stage_of: dict[str, int] = {}
+        self._plans: dict[Any, StagePlan] = {}
+
+    def plan(self, microbatch: Microbatch, *, runs_tail: bool = False) -> StagePlan:
+        """Return the plan for inputs of this kind: of this structure, these types, in training or not.
+
+        Args:
+            microbatch: the first one of a batch.
+            runs_tail: see :class:`guozhuang.parallel.pipeline.forwards.stage.Stage`.
+
+        Raises:
+            UsageError: the model cannot be divided, or not for these inputs; the text says why.
+        """
+        key = self._kind(microbatch, runs_tail)
+        if key not in self._plans:
+            calls = self._observed(microbatch)
+            if not self._stage_of:
+                self._divide(calls)
+            stage_of = self._stages(calls)
+            lost = sorted(name for name in calls.parameters if len(self.owners[name]) < self.group.size())
+            if lost:
+                what = "with inputs of this kind the model's forward uses a parameter that other stages hold"
+                raise UsageError(explain(what, value=lost[0], fix="use inputs of one kind from the first step on"))
+            routes = route(calls, stage_of, self.num_stages, self.outputs.opaque)
+            stages = {
+                i: Stage(self.model, self.units, self.outputs, routes, draws, i, self.num_stages, runs_tail=runs_tail)
+                for i, draws in self.draws.items()
+            }
+            device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+            runtime = PipelineRuntime(
+                self.group, stages, self._schedule, self._stages_per_rank, routes.messages, device
+            )
+            self._plans[key] = StagePlan(routes, runtime)
+        return self._plans[key]
+
+    def _observed(self, microbatch: Microbatch) -> ObservedForward:
+        """Run the forward without its units twice, with one more row the second time, which shows dimensions of samples."""
+        rows = microbatch.rows.stop - microbatch.rows.start
+        found = []
+        for count in (rows, rows + 1):
+            args, kwargs = with_rows(microbatch, count)
+            with contextlib.ExitStack() as stack:
+                for each in self.draws.values():
+                    stack.enter_context(each.probe(count))
+                found.append(observe(self.model, self.units, self.outputs, args, kwargs))
+        return found[0]
+
+    def _kind(self, microbatch: Microbatch, runs_tail: bool) -> Any:
+        leaves, spec = pytree.tree_flatten((microbatch.args, dict(microbatch.kwargs)))
+        told = tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        return str(spec), told, self.model.training, torch.is_grad_enabled(), runs_tail
+
+    def _divide(self, calls: ObservedForward) -> None:
+        """Choose the stage of each call, and free the parameters that this rank does not need."""
+        names = [call.name for call in calls.calls]
+        starts = self._starts(names, calls)
+        for i, name in enumerate(names):
+            self._stage_of[name] = sum(i >= start for start in starts)
+        size = self.group.size()
+        users: dict[nn.Parameter, set[int]] = {}
+        stage = 0
+        for unit_name, unit in self.units.items():
+            mine = {self._stage_of[call.name] for call in calls.calls if call.unit == unit_name}
+            stage = max(mine, default=stage)  # a unit that this forward does not call goes with the one before it
+            for parameter in unit.parameters():
+                users.setdefault(parameter, set()).update(each % size for each in mine or {stage})
+        for name, parameter in self.model.named_parameters():
+            everywhere = name in calls.parameters or parameter not in users
+            self.owners[name] = tuple(range(size)) if everywhere else tuple(sorted(users[parameter]))
+        stages = self.group
+        for name, parameter in self.model.named_parameters():
+            owners = self.owners[name]
+            disown(parameter, owners, stages)
+            if len(owners) > 1:
+                self.shared.append((parameter, owners))
+        for unit_name, unit in self.units.items():
+            mine = {self._stage_of[call.name] % size for call in calls.calls if call.unit == unit_name} or {0}
+            for buffer in unit.buffers():
+                disown(buffer, tuple(sorted(mine)), stages, keep=True)
+        if self.at_cut is not None:
+            self.at_cut()
+        if self.group.rank() == 0:
+            for i in range(self.num_stages):
+                own = [name for name in names if self._stage_of[name] == i]
+                _log.info("stage %d of %d: %s to %s", i, self.num_stages, own[0], own[-1])
+
+    def _starts(self, names: Sequence[str], calls: ObservedForward) -> list[int]:
+        """Return the place, among the calls, of the first call of each stage but the first."""
+        if len(names) < self.num_stages:
+            what = f"the model's forward makes {len(names)} calls between which it can be cut, for {self.num_stages} stages"
+            raise UsageError(explain(what, value=list(names), fix="use fewer ranks along pp"))
+        if self._cut is None:
+            costs = [1.0 + sum(p.numel() for p in self.units[call.unit].parameters()) for call in calls.calls]
+            return balance(costs, self.num_stages)
+        if len(self._cut) != self.num_stages - 1:
+            what = f"cut names where a new stage begins: {self.num_stages - 1} for {self.num_stages} stages"
+            raise UsageError(explain(what, value=list(self._cut), fix=f"choose among: {', '.join(names[1:])}"))
+        unknown = [each for each in self._cut if each not in names[1:]]
+        if unknown:
+            what = "cut names a part that the model's forward does not call after its first one"
+            raise UsageError(explain(what, value=unknown[0], fix=f"choose among: {', '.join(names[1:])}"))
+        starts = [names.index(each) for each in self._cut]
+        if starts != sorted(set(starts)):
+            fix = f"name them in the order of the calls: {', '.join(names[1:])}"
+            raise UsageError(
+                explain("cut names parts in another order than they are called", value=list(self._cut), fix=fix)
+            )
+        return starts
+
+    def _stages(self, calls: ObservedForward) -> dict[str, int]:
+        """Return the stage of each call; those that the first forward did not make go where their parameters are."""
+        found: dict[str, int] = {}
+        stage, size = 0, self.group.size()
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for call in calls.calls:
+            known = self._stage_of.get(call.name)
+            holders = [set(self.owners[names[id(p)]]) for p in self.units[call.unit].parameters()]
+            allowed = set(range(size)).intersection(*holders)
+            if known is None or known < stage:
+                later = [each for each in range(stage, self.num_stages) if each % size in allowed]
+                if not later:
+                    what = f"with inputs of this kind {call.name} is called after parts of later stages"
+                    fix = "use inputs of one kind from the first step on, or another cut"
+                    raise UsageError(explain(what, value=f"stage {known} after stage {stage}", fix=fix))
+                known = later[0]
+            stage = found[call.name] = known
+        return found
+
+
+def balance(costs: Sequence[float], num_parts: int) -> list[int]:
+    """Return where to cut a row of costs into contiguous parts, none empty, so that the largest part costs least.
+
+    Returns:
+        The place of the first element of each part but the first.
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best: list[tuple[float, tuple[int, ...]]] = [(total, ()) for total in sums]
+    for part in range(1, num_parts):
+        best = [
+            min(
+                ((max(best[i][0], sums[j] - sums[i]), (*best[i][1], i)) for i in range(part, j)),
+                default=(float("inf"), ()),
+            )
+            for j in range(len(sums))
+        ]
+    return list(best[-1][1])
+
+
+def without_caches(model: nn.Module) -> Mapping[int, Any]:
+    """Return the configurations of a model's modules that ask for a cache of keys and values, by identity."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return {id(each): each for each in found if getattr(each, "use_cache", None) is True}
