@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ..errors import UsageError, explain
 from ..groups import agree
 from ..groups.subgroups import timeout_s
+from ..optim.layerwise import LayerwiseOptimizer, Wholes
 from ..optim.wrapped import WrappedOptimizer
 from ..units import listed
 from .carrier import Carrier
@@ -51,6 +53,9 @@ class ShardedOptimizer(WrappedOptimizer):
         self._who = type(inner).__name__
         self._kinds_checked = False
         self._are_whole = needs_whole_tensors(inner)
+        self._is_layerwise = isinstance(inner, LayerwiseOptimizer)
+        if isinstance(inner, LayerwiseOptimizer):
+            inner.wholes = _WholesOfBlocks(self)
         # A subclass may do more in step(), such as count its calls, so its step() is called once for all blocks.
         self.peers: tuple[dist.ProcessGroup, ...] = ()
         self._steps_in_parts = steps_as_torch(type(inner))
@@ -275,7 +280,8 @@ class ShardedOptimizer(WrappedOptimizer):
 
     def _divide(self, full: dict[int, Values]) -> list[Values]:
         """Cut the state of whole parameters into the carrier's blocks; split blocks whose parameters have unequal numbers."""
-        self.carrier.split(apart(full, self.carrier.layout, self._parameters, self._who))
+        separate = apart(full, self.carrier.layout, self._parameters, self._who)
+        self.carrier.split(frozenset(range(len(self._parameters))) if self._is_layerwise else separate)
         per_block = cut(full, self._parameters, self.carrier.blocks, self.carrier.weights, self._who)
         self._follow(per_block)
         return per_block
@@ -322,6 +328,35 @@ class ShardedOptimizer(WrappedOptimizer):
             own.update({p: self.inner.state.pop(p) for p in group["params"] if p in self.inner.state})
         self.carrier.close()
         self._connect(own)
+
+
+class _WholesOfBlocks(Wholes):
+    """Knows norms of the whole parameters of which this rank's blocks are parts; no block holds parts of two parameters."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def _index(self, weights: Sequence[Tensor]) -> list[int]:
+        """Return the parameter of which each of the optimizer's weights is a part."""
+        carrier = self._optimizer.carrier
+        known = {id(w): block.pieces[0].parameter for block, w in zip(carrier.blocks, carrier.weights, strict=True)}
+        return [known[id(weight)] for weight in weights]
+
+    @override
+    def num_dims(self, parameter: Tensor) -> int:
+        return len(self._optimizer._parameters[self._index([parameter])[0]].shape)
+
+    @override
+    def norms(self, parameters: Sequence[Tensor], values: Sequence[Sequence[Tensor | None]]) -> list[list[Tensor]]:
+        places, known = self._index(parameters), self._optimizer._parameters
+        squares = torch.zeros(len(values), len(known), dtype=torch.float64, device=self._optimizer.device)
+        for k, some in enumerate(values):
+            given = [(i, value) for i, value in zip(places, some, strict=True) if value is not None]
+            if given:
+                norms = torch.stack(torch._foreach_norm([value for _, value in given])).to(squares)
+                squares[k].index_add_(0, torch.tensor([i for i, _ in given], device=squares.device), norms**2)
+        dist.all_reduce(squares, group=self._optimizer.group)
+        return [[row[i] for i in places] for row in squares.sqrt_().unbind()]
 
 
 def warn_of_forgotten(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
