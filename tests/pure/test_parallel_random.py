@@ -286,6 +286,15 @@ def test_divided_heads_and_whole_activations(recomputed: bool | None) -> None:
     assert torch.equal(states[0], states[1])
 
 
+def test_a_kernel_that_draws_nothing_leaves_the_generator() -> None:
+    """Attention without dropout is a random operation by its tag, and draws nothing."""
+    draws, x = Draws(nn.Identity()), torch.randn(2, 3, 5, 8, requires_grad=True)
+    state = torch.get_rng_state()
+    with draws.forward(), divided(-3, ((0, 3),), 6):
+        F.scaled_dot_product_attention(x, x, x)
+    assert torch.equal(state, torch.get_rng_state())
+
+
 def test_merged_dims_and_sizes_that_change() -> None:
     """(samples * heads, tokens, tokens) divided by heads; images whose height shrinks."""
     x = torch.ones(6, 5, 3, 3)

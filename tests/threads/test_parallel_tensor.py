@@ -349,6 +349,9 @@ def test_multihead_attention(options: dict[str, Any], batch_first: bool) -> None
     for found in run_threads(of_rank, 2):
         for mine, wanted in zip(found, expected, strict=True):
             assert error(mine[0], wanted[0]) < 1e-6
+            assert (
+                mine[0].stride() == wanted[0].stride()
+            )  # the mask of a dropout behind it is drawn in the order of memory
             assert (mine[1] is None) == (wanted[1] is None)
             assert mine[1] is None or error(mine[1], wanted[1]) < 1e-6
 

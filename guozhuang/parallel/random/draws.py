@@ -316,15 +316,18 @@ class Draws:
             if (declared() or self._microbatch is not None) and not torch.equal(state, generator.get_state()):
                 what = f"the random operation {op.name} cannot be divided among ranks or microbatches"
                 raise UsageError(explain(what, fix="draw by torch.rand_like, randn_like or nn.functional.dropout"))
-        else:
-            if declared() or self._microbatch is not None:
-                spans = [getattr(each, "part", None) for each in declared()]
-                told = state.numpy().tobytes() + repr((spans, self._microbatch)).encode()
-                generator.manual_seed(int.from_bytes(hashlib.sha256(told).digest()[:7], "big"))
+        elif declared() or self._microbatch is not None:
+            spans = [getattr(each, "part", None) for each in declared()]
+            told = state.numpy().tobytes() + repr((spans, self._microbatch)).encode()
+            generator.manual_seed(int.from_bytes(hashlib.sha256(told).digest()[:7], "big"))
+            seeded = generator.get_state()
             found = run()
-            if declared() or self._microbatch is not None:
-                generator.set_state(state)
+            has_drawn = not torch.equal(seeded, generator.get_state())  # without dropout it draws nothing
+            generator.set_state(state)
+            if has_drawn:
                 torch.rand(4, generator=generator, device=generator.device)
+        else:
+            found = run()
         if self._watch.is_forward:
             self._last = self._states()
         return found

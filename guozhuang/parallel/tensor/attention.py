@@ -61,13 +61,14 @@ class DividedAttention(nn.MultiheadAttention):
         else:
             with divided(-3, (self.own_heads,), self.num_heads):
                 heads = F.scaled_dot_product_attention(q, k, v, mask, rate, use_hint)
-        output = self.out_proj(heads.transpose(1, 2).flatten(2))
+        # As in PyTorch's own forward the output lies time first in memory, for the mask of a dropout behind it lies as it does.
+        output = self.out_proj(heads.permute(2, 0, 1, 3).flatten(2))
         if weights is not None:
             weights = functions.gathered(weights, 1, self.head_sizes, self.region.group)
             weights = weights.mean(1) if average_attn_weights else weights
         if not is_batched:
-            return output.squeeze(0), None if weights is None else weights.squeeze(0)
-        return output if self.batch_first else output.transpose(0, 1), weights
+            return output.squeeze(1), None if weights is None else weights.squeeze(0)
+        return output.transpose(0, 1) if self.batch_first else output, weights
 
     def _batch_first(self, given: Tensor, is_batched: bool) -> Tensor:
         if not is_batched:
