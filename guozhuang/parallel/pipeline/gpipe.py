@@ -28,6 +28,8 @@ from .forwards.stage import Microbatch, PassingForward
 from .microbatches import check_equal, cut_batch
 from .plan import StagePlan, StagePlans, without_caches
 from .runtime import PipelineRun
+from .shares import PartLoss
+from .step import train_batch
 
 _NUM_CHECKED = 3
 
@@ -61,23 +63,32 @@ class GPipe:
         axes: the groups of the layout.
         cut: the calls at which a new stage begins; None: chosen.
         num_microbatches: into how many parts a batch is cut; None: four for each stage.
+        schedule: the order of :meth:`step`; calls have GPipe's order.
+        loss: for :meth:`step`.
 
     Attributes:
         at_backward_end: called once on every rank when a backward has ended that went through the pipeline.
     """
 
     def __init__(
-        self, model: nn.Module, axes: Axes, cut: Sequence[str] | None = None, num_microbatches: int | None = None
+        self,
+        model: nn.Module,
+        axes: Axes,
+        cut: Sequence[str] | None = None,
+        num_microbatches: int | None = None,
+        schedule: str = "gpipe",
+        loss: PartLoss | None = None,
     ) -> None:
         group = axes.group("pp")
         assert group is not None, "a pipeline has several ranks"
         self.model, self.group = model, group
         self.num_microbatches = num_microbatches or 4 * group.size()
-        self.plans = StagePlans(model, group, cut, "gpipe", 1)
+        self.plans = StagePlans(model, group, cut, schedule, stages_per_rank(schedule, group.size(), cut))
+        self.num_steps, self._loss = 0, loss
         self.at_backward_end: Callable[[], None] | None = None
-        self._statistics = BatchStatistics([model])
+        self.statistics = BatchStatistics([model])
         self._configurations = without_caches(model)
-        self._ties = TiedGradients(group)
+        self.ties = TiedGradients(group)
         self._num_checked = 0
         self._has_callback = False
 
@@ -87,7 +98,7 @@ class GPipe:
         Raises:
             UsageError: the model cannot be divided, or the inputs differ between the ranks.
         """
-        with self._without_caches():
+        with self.without_caches():
             if self._num_checked < _NUM_CHECKED:
                 self._num_checked += 1
                 check_equal(args, kwargs, self.group)
@@ -104,24 +115,40 @@ class GPipe:
                 found = self._forwards(plan, batch)
             count = len(plan.routes.result)
             pieces = {value: found[i::count] for i, value in enumerate(plan.routes.result)}
-            draws, plans = next(iter(self.plans.draws.values())), self.plans
+            draws, plans = list(self.plans.draws.values())[-1], self.plans
             tail = PassingForward(plans.units, plans.outputs, plan.routes, draws, frozenset(), {}, frozenset(), pieces)
             with draws.tail(batch.state, microbatches[0].num_rows, self.model.training):
                 return tail.run(self.model, args, kwargs, None)
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Raise: under this order the script computes its loss itself."""
-        what = "model.step(...) needs the loss of each microbatch"
-        raise UsageError(explain(what, fix="give prepare(..., loss=loss_fn), or call model(x) and loss.backward()"))
+        """Run forward, loss and backward of a whole batch by the schedule. Every rank of the pipeline must call it.
+
+        Args:
+            *args: the positional inputs of the model, and at the end what the loss compares its output with.
+            **kwargs: its keyword inputs.
+
+        Returns:
+            The loss of the batch, detached, on every rank.
+
+        Raises:
+            UsageError: no loss was given to ``prepare``, or it cannot be computed by microbatches.
+        """
+        if self._loss is None:
+            what = "model.step(...) needs the loss of each microbatch"
+            raise UsageError(explain(what, fix="give prepare(..., loss=loss_fn), or call model(x) and loss.backward()"))
+        if not args:
+            what = "model.step(...) takes the model's inputs and then the targets"
+            raise UsageError(explain(what, fix="call model.step(x, y)"))
+        return train_batch(self, args[:-1], kwargs, args[-1], self._loss)
 
     def _forwards(self, plan: StagePlan, batch: _Batch) -> list[Tensor]:
         """Run the forward half, and return the outputs that the tail needs, of each microbatch in turn."""
-        with self._statistics.collecting(len(batch.microbatches)):
+        with self.statistics.collecting(len(batch.microbatches)):
             batch.run.execute("F")
         mine: list[Tensor] = []
         if self.group.rank() == self.group.size() - 1:
             results = [batch.run.results[i] for i in range(len(batch.microbatches))]
-            mine = [*(tensor for each in results for tensor in each), next(iter(self.plans.draws.values())).state()]
+            mine = [*(tensor for each in results for tensor in each), list(self.plans.draws.values())[-1].state()]
         *batch.tensors, batch.state = self._told(mine, is_alone=len(batch.microbatches) == 1)
         return batch.tensors
 
@@ -156,7 +183,7 @@ class GPipe:
             pairs = [(t, g) for t, g in zip(result, mine, strict=True) if g is not None and t.requires_grad]
             return [t for t, _ in pairs], [g for _, g in pairs]
 
-        with self._ties.added_up(self.plans.shared), self._statistics.discarding():
+        with self.ties.added_up(self.plans.shared), self.statistics.discarding():
             batch.run.execute("B", seeds)
         if not self._has_callback:
             self._has_callback = True
@@ -177,7 +204,7 @@ class GPipe:
         self.plans.at_cut = found
 
     @contextlib.contextmanager
-    def _without_caches(self) -> Iterator[None]:
+    def without_caches(self) -> Iterator[None]:
         """Keep keys and values out of the outputs: models would put them into an object that all layers change."""
         for each in self._configurations.values():
             each.use_cache = False
@@ -297,7 +324,23 @@ def divide_pipeline(
     Raises:
         UsageError: the model has no parts to cut between, or the schedule is another one than "gpipe".
     """
-    if loss is not None or schedule not in (None, "gpipe"):
-        what = "this version of Guozhuang has no schedule for model.step(...) yet"
-        raise UsageError(explain(what, value=schedule or "loss=", fix="leave loss and schedule out"))
-    return GPipe(model, axes, cut, num_microbatches)
+    if schedule is None:
+        schedule = "gpipe" if loss is None else "1f1b"
+    return GPipe(model, axes, cut, num_microbatches, schedule, loss)
+
+
+def stages_per_rank(schedule: str, num_ranks: int, cut: Sequence[str] | None) -> int:
+    """Return how many stages each rank has: as many as ``cut`` says, and 2 under "interleaved" without it.
+
+    Raises:
+        UsageError: the stages do not divide by the ranks.
+    """
+    if schedule != "interleaved":
+        return 1
+    if cut is None:
+        return 2
+    count, rest = divmod(len(cut) + 1, num_ranks)
+    if rest or count < 2:
+        what = f"schedule interleaved has 2 or more stages on each of {num_ranks} ranks, and cut makes {len(cut) + 1}"
+        raise UsageError(explain(what, value=list(cut), fix=f"name {2 * num_ranks - 1} places, or leave cut out"))
+    return count

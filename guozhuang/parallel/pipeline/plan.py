@@ -17,6 +17,7 @@ from ...errors import UsageError, explain
 from ..division import disown
 from ..random import Draws
 from .blocks import find_units
+from .deferred import DeferredWeights
 from .forwards.calls import ObservedForward, Routes, observe, route
 from .forwards.outputs import UnitOutputs
 from .forwards.stage import Microbatch, Stage
@@ -82,6 +83,7 @@ class StagePlans:
         self.at_cut: Callable[[], None] | None = None
         self._stage_of: dict[str, int] = {}
         self._plans: dict[Any, StagePlan] = {}
+        self._deferred: DeferredWeights | None = None
 
     def plan(self, microbatch: Microbatch, *, runs_tail: bool = False) -> StagePlan:
         """Return the plan for inputs of this kind: of this structure, these types, in training or not.
@@ -109,11 +111,21 @@ class StagePlans:
                 for i, draws in self.draws.items()
             }
             device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+            # Calls outside of step have GPipe's order, for which no gradients of weights are left for later.
+            schedule = "gpipe" if self._stages_per_rank == 1 else "interleaved"
+            if runs_tail:
+                schedule = self._schedule
+            weights = self._weights() if schedule == "zero-bubble" else None
             runtime = PipelineRuntime(
-                self.group, stages, self._schedule, self._stages_per_rank, routes.messages, device
+                self.group, stages, schedule, self._stages_per_rank, routes.messages, device, weights
             )
             self._plans[key] = StagePlan(routes, runtime)
         return self._plans[key]
+
+    def _weights(self) -> DeferredWeights:
+        if self._deferred is None:
+            self._deferred = DeferredWeights(self.model)
+        return self._deferred
 
     def _observed(self, microbatch: Microbatch) -> ObservedForward:
         """Run the forward without its units twice, with one more row the second time, which shows dimensions of samples."""

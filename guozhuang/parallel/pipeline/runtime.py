@@ -171,11 +171,16 @@ class PipelineRun:
         self._schedule = runtime.schedule(len(microbatches))
         self._held: dict[tuple[int, int], _InFlight] = {}
         self._weights_left: list[tuple[int, int]] = []
+        self._around_backwards: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.results: dict[int, Any] = {}
         self.conclusion: list[Tensor | None] = []
 
     def execute(
-        self, kinds: str = "FBIW", seeds: Seeds | None = None, conclude: Callable[[], list[Tensor]] | None = None
+        self,
+        kinds: str = "FBIW",
+        seeds: Seeds | None = None,
+        conclude: Callable[[], list[Tensor]] | None = None,
+        around_backwards: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         """Carry out the actions of some kinds in the order of the schedule. Every rank of the pipeline must call it.
 
@@ -185,12 +190,14 @@ class PipelineRun:
                 are backwards.
             conclude: called on the rank of the last stage after its last backward; what it returns is sent to all ranks, which
                 find it in ``conclusion``. Every rank gives one, or none does.
+            around_backwards: returns a context in which autograd runs the backward of a microbatch.
 
         Raises:
             PeerLost, WorldError, MismatchError: a message did not come; the text names stage, microbatch and action.
         """
         runtime, last = self._runtime, self._runtime.num_stages - 1
         transfers = runtime.transfers
+        self._around_backwards = around_backwards
         transfers.begin(self._number, len(self._microbatches), runtime.bound(len(self._microbatches)))
         actions = self._schedule.half(kinds, runtime.rank)
         for peer in range(runtime.size):
@@ -304,7 +311,7 @@ class PipelineRun:
             gradients += their_gradients
         if roots:
             around = runtime.stages[stage].around_backward(self._microbatches[k])
-            with self._weights_later(stage, k), around:
+            with self._weights_later(stage, k), around, self._around_backwards():
                 torch.autograd.backward(roots, gradients)
         del self._held[stage, k], roots, gradients
         runtime.transfers.release([StageMessage(GRADIENTS, target, stage, k) for target in held.sends])

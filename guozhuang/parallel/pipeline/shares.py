@@ -172,7 +172,7 @@ def _gradients(loss: PartLoss, outputs: Any, watched: Sequence[Tensor], targets:
         what = "the loss does not depend on tensors of the model's output that require a gradient"
         raise UsageError(explain(what, value=type(outputs).__name__, fix="return tensors, or tuples or dicts of them"))
     found = torch.autograd.grad(value, watched, allow_unused=True)
-    return float(value), [torch.zeros_like(t) if g is None else g for t, g in zip(watched, found, strict=True)]
+    return float(value.detach()), [torch.zeros_like(t) if g is None else g for t, g in zip(watched, found, strict=True)]
 
 
 def _shares_by_gradients(

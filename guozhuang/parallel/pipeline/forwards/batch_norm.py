@@ -75,7 +75,7 @@ class BatchStatistics:
         *buffers, module.momentum = self._saved.pop(module)
         for name, buffer in zip(_BUFFERS, buffers, strict=True):
             setattr(module, name, buffer)
-        if self._is_collecting and not mean.is_meta and isinstance(output, Tensor):
+        if self._is_collecting and not self._is_discarding and not mean.is_meta and isinstance(output, Tensor):
             count = inputs[0].numel() // max(1, mean.numel())
             self._seen.setdefault(module, []).append((count, mean.double(), variance.double()))
 
