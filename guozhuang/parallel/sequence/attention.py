@@ -1,7 +1,7 @@
 """The rule for ``scaled_dot_product_attention``: by heads (Ulysses) or by a ring.
 
-By heads (Jacobs et al., DeepSpeed Ulysses, 2023, arXiv:2309.14509): an all-to-all ring parts of the tokens with all heads into
-all tokens with a part of the heads, attention runs as in one process, and another all-to-all ring its output back. It needs a
+By heads (Jacobs et al., DeepSpeed Ulysses, 2023, arXiv:2309.14509): an all-to-all turns parts of the tokens with all heads into
+all tokens with a part of the heads, attention runs as in one process, and another all-to-all turns its output back. It needs a
 number of heads that divides by the ranks. A ring takes any number of heads.
 """
 
