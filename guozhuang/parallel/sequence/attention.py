@@ -7,6 +7,9 @@ number of heads that divides by the ranks. A ring takes any number of heads.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from ..random import divided as draws_part
 from .divided import Place, by_gathering, cut, cut_where_it_meets, divided, place_of, rule, whole_of
 from .kernels import Tile
 from .ring import RingOfKeys, ring_attention
+from .spans import Span
 from .team import to_heads, to_tokens
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -58,7 +62,7 @@ def _independent(func: Any, query: Tensor, key: Tensor, value: Tensor, place: Pl
         return each if is_same else cut_where_it_meets(whole_of(each), place, position)
 
     mask = None if mask is None else fit(mask)
-    with draws_part(place.dim, place.own_ranges, place.size):
+    with _dropping(given["dropout_p"], place.dim, place.own_ranges, place.size):
         result: Tensor = func(query, fit(key), fit(value), attn_mask=mask, **given)
     return divided(result, place.at(result.dim() + position))
 
@@ -68,9 +72,14 @@ def _to_whole(query: Tensor, key: Tensor, value: Tensor, place: Place, given: di
     mask = given.pop("attn_mask")
     if given.pop("is_causal"):
         mask = torch.ones(place.size, key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    with draws_part(place.dim, place.own_ranges, place.size):
+    with _dropping(given["dropout_p"], place.dim, place.own_ranges, place.size):
         result = F.scaled_dot_product_attention(query, key, value, attn_mask=_rows(mask, place), **given)
     return divided(result, place.at(result.dim() - 2))
+
+
+def _dropping(dropped: float, dim: int, spans: Iterable[Span], size: int) -> AbstractContextManager[object]:
+    """Attention within draws these spans of the weights that one process drops."""
+    return draws_part(dim, spans, size) if dropped else contextlib.nullcontext()
 
 
 def _rows(mask: Tensor | None, place: Place) -> Tensor | None:
@@ -133,7 +142,7 @@ def _to_divided(
             to_heads(each, spans, team)
             for each, spans in ((query, place.spans), (key, of_key.spans), (value, of_key.spans))
         )
-        with draws_part(1, (heads,), num_heads):
+        with _dropping(dropped, 1, (heads,), num_heads):
             result = F.scaled_dot_product_attention(
                 *(query, key, value, mask, dropped, is_causal),
                 scale=scale,
