@@ -58,6 +58,7 @@ SSH_OPTIONS = {
 }
 RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
     "-np",
+    "--attention",
     "--backend",
     "--checkpoint",
     "--copy-output",
@@ -133,6 +134,7 @@ COMPARE_OPTIONS = {
     "--workload",
 }
 ENVIRONMENT = {
+    "GUOZHUANG_ATTENTION",
     "GUOZHUANG_BACKEND",
     "GUOZHUANG_CHECKPOINT",
     "GUOZHUANG_CHECKPOINT_EVERY",

@@ -23,6 +23,8 @@ from .state import gather_states
 
 #: What a schedule of a pipeline is called. The first is the one under which the script's own loop stays as it is.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+#: In which ways attention is divided with the sequences; the first chooses among the others.
+ATTENTION = ("auto", "ulysses", "ring")
 
 
 class Pipe(Protocol):
@@ -56,6 +58,7 @@ class Wishes:
         loss: ``loss(outputs, targets)`` for ``model.step``; None: the script computes its loss itself.
         num_microbatches: into how many parts a pipeline cuts a batch; None: chosen.
         schedule: one of :data:`SCHEDULES`; None: the first, or with ``loss`` the second.
+        attention: one of :data:`ATTENTION`; None: the first.
     """
 
     cut: Sequence[str] | None = None
@@ -63,6 +66,7 @@ class Wishes:
     loss: Callable[..., Any] | None = None
     num_microbatches: int | None = None
     schedule: str | None = None
+    attention: str | None = None
 
 
 @dataclass
@@ -112,6 +116,9 @@ def check_wishes(wishes: Wishes) -> None:
     if wishes.schedule is not None and wishes.schedule not in SCHEDULES:
         fix = f"choose one of {', '.join(SCHEDULES)}"
         raise UsageError(explain("a pipeline has no such schedule", value=wishes.schedule, fix=fix))
+    if wishes.attention is not None and wishes.attention not in ATTENTION:
+        fix = f"choose one of {', '.join(ATTENTION)}"
+        raise UsageError(explain("there is no such way to divide attention", value=wishes.attention, fix=fix))
     count = wishes.num_microbatches
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         what = "the number of microbatches is a whole number of at least 1"
@@ -143,9 +150,15 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
     found = Divided(model, axes)
     if axes.size("tp") > 1:
         _later("tensor", "divide_tensors")(model, axes, wishes.plan)
-    for axis, name in (("space", "divide_space"), ("sequence", "divide_sequence")):
-        if axes.size(axis) > 1:
-            found.around.append(_later(axis, name)(model, axes))
+    if axes.size("space") > 1:
+        found.around.append(_later("space", "divide_space")(model, axes))
+    if axes.size("sequence") > 1:
+        if axes.size("pp") > 1:
+            what = "sequences cannot be divided in a pipeline yet: what crosses from stage to stage would be parts of tokens"
+            raise UsageError(
+                explain(what, value=str(axes.layout), fix="choose a layout of sequence, tp and dp, or without it")
+            )
+        found.around.append(_later("sequence", "divide_sequence")(model, axes, wishes.attention or ATTENTION[0]))
     if axes.size("pp") > 1:
         found.pipe = _later("pipeline", "divide_pipeline")(
             model,

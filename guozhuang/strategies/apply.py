@@ -30,6 +30,7 @@ from guozhuang.world import (
     current,
     init,
     lay_out,
+    requested_attention,
     requested_checkpoint,
     requested_groups,
     requested_layout,
@@ -62,6 +63,7 @@ def prepare(
     loss: Callable[..., Any] | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
+    attention: str | None = None,
 ) -> PreparedPair:
     """Prepare a plain model and its optimizer to train over the whole world. Every rank must call this.
 
@@ -90,6 +92,8 @@ def prepare(
         microbatches: into how many parts a pipeline cuts a batch. None: that of ``guozhuang run --microbatches``, else chosen.
         schedule: in which order a pipeline works on them: "gpipe", "1f1b", "interleaved" or "zero-bubble". None: that of
             ``guozhuang run --schedule``, else gpipe, or with ``loss`` 1f1b.
+        attention: how attention is divided with the sequences: "ulysses" (by heads), "ring", or "auto": by heads where their
+            number divides by the ranks. None: that of ``guozhuang run --attention``, else auto.
 
     The returned model stands for yours: methods, attributes and parts are found on it under the same names, ``state_dict()``
     and ``named_parameters()`` have the same names under every strategy, and copies and pickles of it are of your module.
@@ -107,6 +111,7 @@ def prepare(
     count = requested_microbatches() if microbatches is None else microbatches
     schedule = requested_schedule() if schedule is None else schedule
     wishes = {"cut": cut, "plan": plan, "loss": loss, "num_microbatches": count, "schedule": schedule}
+    wishes["attention"] = requested_attention() if attention is None else attention
     prepared = prepare_unseen(
         model, optimizer, strategy, num_replicas=num_replicas, ddp_options=ddp_options, layout=layout, wishes=wishes
     )
@@ -144,7 +149,7 @@ def prepare_unseen(
     if world.rank == 0:
         why = "as asked" if asked_for is not None else "the default"
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
-    _check_pipeline_options(world)
+    _check_axis_options(world)
     setup = Setup(world, num_replicas, num_groups, ddp_options or {}, wishes or {})
     is_divided = world.layout.model_size > 1 and not chosen.divides_itself
     takes_all = len(optimizers) > 1 and (is_divided or isinstance(chosen.prepare, Sharded))
@@ -323,8 +328,12 @@ def _give_step(model: nn.Module, loss: Callable[..., Any] | None) -> None:
     vars(model)["step"] = StepOf(model, loss)
 
 
-def _check_pipeline_options(world: World) -> None:
-    """Raise if the command line asks for something about a pipeline, and there is none."""
+def _check_axis_options(world: World) -> None:
+    """Raise if the command line asks for something about an axis on which the layout has one rank."""
+    way = requested_attention()
+    if way is not None and world.layout.sequence == 1:
+        what = f"--attention {way} is about divided sequences, and the layout {world.layout} divides none"
+        raise UsageError(explain(what, fix="leave it out, or choose --strategy sequence or a --layout with sequence"))
     options = {"--microbatches": requested_microbatches(), "--schedule": requested_schedule()}
     given = [f"{option} {value}" for option, value in options.items() if value is not None]
     if given and world.layout.pp == 1:

@@ -12,6 +12,7 @@ from guozhuang.world.devices import backend_of_cpu_ranks
 from guozhuang.world.identity import World
 from guozhuang.world.layout import Layout
 from guozhuang.world.requests import (
+    requested_attention,
     requested_backend,
     requested_checkpoint,
     requested_gloo_interface,
@@ -34,6 +35,7 @@ __all__ = [
     "current",
     "init",
     "lay_out",
+    "requested_attention",
     "requested_backend",
     "requested_checkpoint",
     "requested_gloo_interface",

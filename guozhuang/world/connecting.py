@@ -33,6 +33,7 @@ from guozhuang.units import merged, ranks_text
 from guozhuang.world.devices import choose, device_to_bind, num_cuda
 from guozhuang.world.identity import Identity
 from guozhuang.world.requests import (
+    requested_attention,
     requested_gloo_interface,
     requested_groups,
     requested_hang_timeout,
@@ -75,6 +76,7 @@ def settings(backend: str | None, device: str | torch.device | None) -> dict[str
         "--layout": requested_layout() or "",
         "--microbatches": str(requested_microbatches() or ""),
         "--schedule": requested_schedule() or "",
+        "--attention": requested_attention() or "",
         "--groups": str(requested_groups()),
         "--servers": str(servers[0] if servers else 0),
         "--hang-timeout": "" if hang_timeout is None else str(hang_timeout),

@@ -76,6 +76,11 @@ def requested_schedule() -> str | None:
     return os.environ.get("GUOZHUANG_SCHEDULE", "").strip() or None
 
 
+def requested_attention() -> str | None:
+    """Return the way of ``guozhuang run --attention WAY`` (environment GUOZHUANG_ATTENTION); None if none was given."""
+    return os.environ.get("GUOZHUANG_ATTENTION", "").strip() or None
+
+
 def requested_servers() -> tuple[int, str] | None:
     """Return (number of servers, ``host:port`` of the store at which they meet) of this run; None if it has no servers.
 

@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--microbatches", type=int, metavar="M", help="Into how many parts a pipeline cuts a batch (default: chosen).")
     add("--schedule", metavar="NAME", help="Order of a pipeline: gpipe, 1f1b, interleaved, zero-bubble; see the docs.")
+    add("--attention", metavar="WAY", help="How sequences are divided in attention: auto, ulysses (by heads), ring.")
     add(
         "--replace-ddp",
         action="store_true",

@@ -19,7 +19,6 @@ from . import attention, layouts, products, tokenwise
 from .divided import Place, check_history, divided, place_of, refuse, whole_of
 from .team import Team
 
-WAYS = ("auto", "ulysses", "ring")
 _RULES = (attention, layouts, products, tokenwise)  # which these modules add when they are imported
 
 
@@ -40,16 +39,11 @@ def divide_sequence(model: nn.Module, axes: Axes, attention: str = "auto") -> Ar
         What must be done around each call of the model.
 
     Raises:
-        UsageError: the model has no list of blocks, is compiled, or ``attention`` is none of these; and, in the first
-            forward, a block joins tokens by something that is not attention, or no block gets hidden states of (batch,
-            tokens, features).
+        UsageError: the model has no list of blocks, or is compiled; and, in the first forward, a block joins tokens by
+            something that is not attention, or no block gets hidden states of (batch, tokens, features).
     """
     group = axes.group("sequence")
     assert group is not None, axes.layout
-    if attention not in WAYS:
-        raise UsageError(
-            explain("there is no such way to divide attention", value=attention, fix=f"write one of {WAYS}")
-        )
     compiled = [name or "the model" for name, each in model.named_modules() if _is_compiled(each)]
     if compiled:
         raise UsageError(
