@@ -296,7 +296,7 @@ def test_a_kernel_that_draws_nothing_leaves_the_generator() -> None:
 
 
 def test_merged_dims_and_sizes_that_change() -> None:
-    """(samples * heads, tokens, tokens) divided by heads; images whose height shrinks."""
+    """(samples * heads, tokens, tokens) divided by heads; heads that are divided again; images whose height shrinks."""
     x = torch.ones(6, 5, 3, 3)
     torch.default_generator.manual_seed(0)
     whole = F.dropout(x.flatten(0, 1), 0.5).unflatten(0, (6, 5))
@@ -307,6 +307,12 @@ def test_merged_dims_and_sizes_that_change() -> None:
         with draws.forward(), divided(0, spans, 5, merged=True):
             found = F.dropout(part.flatten(0, 1), 0.5).unflatten(0, (6, part.shape[1]))
         assert torch.equal(found, of_spans(whole, spans))
+
+    for spans, inner in itertools.product((((0, 2), (4, 5)), ((2, 4),)), (0, 1)):
+        length = sum(stop - start for start, stop in spans)
+        torch.default_generator.manual_seed(0)
+        with draws.forward(), divided(-3, spans, 5), divided(1, ((inner, inner + 1),), length):
+            assert torch.equal(F.dropout(x[:, :1], 0.5), of_spans(whole, spans)[:, inner : inner + 1])
 
     image = torch.ones(2, 3, 8, 5)
     torch.default_generator.manual_seed(0)

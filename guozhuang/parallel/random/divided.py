@@ -109,26 +109,23 @@ def undivided() -> contextlib.AbstractContextManager[None]:
     return declaring(())
 
 
-def parts_of(shape: torch.Size, declarations: Iterable[Declaration]) -> list[DividedDim]:
-    """Return the parts that a draw of this shape has, with dims counted from the front; the last declaration of a dim holds."""
-    found: dict[int, DividedDim] = {}
-    for declaration in declarations:
+def parts_of(shape: torch.Size, declarations: Sequence[Declaration]) -> tuple[list[DividedDim], torch.Size]:
+    """Return the parts that a draw of this shape has, outermost first, and the shape of the whole draw.
+
+    Dims of the parts are counted from the front. Where two declarations divide one dim, the inner one divides the outer's part.
+    """
+    found: list[DividedDim] = []
+    for declaration in reversed(declarations):
         for part in declaration(shape):
-            dim = part.dim + len(shape) if part.dim < 0 else part.dim
-            if not 0 <= dim < len(shape) or part.length == part.whole:
+            dim, length = part.dim + len(shape) if part.dim < 0 else part.dim, part.length
+            if not 0 <= dim < len(shape) or length == part.whole:
                 continue
             size = shape[dim]
-            if size == part.length or (part.merged and part.length and size % part.length == 0):
-                found[dim] = DividedDim(dim, part.spans, part.whole, part.merged)
-    return list(found.values())
-
-
-def whole_shape(shape: torch.Size, parts: Iterable[DividedDim]) -> torch.Size:
-    """Return the shape of the tensor of which one of ``shape`` is this rank's part."""
-    sizes = list(shape)
-    for part in parts:
-        sizes[part.dim] = part.whole * (sizes[part.dim] // part.length if part.length else 1)
-    return torch.Size(sizes)
+            if size == length or (part.merged and length and size % length == 0):
+                found.append(DividedDim(dim, part.spans, part.whole, part.merged))
+                size = part.whole * (size // length if length else 1)
+                shape = torch.Size([*shape[:dim], size, *shape[dim + 1 :]])
+    return found[::-1], shape
 
 
 def take(whole: Tensor, parts: Iterable[DividedDim]) -> Tensor:

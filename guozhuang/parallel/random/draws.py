@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from ...errors import UsageError, explain
-from .divided import DividedDim, declared, parts_of, take, whole_shape
+from .divided import DividedDim, declared, parts_of, take
 from .operations import Operation, default_generator, generator_of, operation
 from .rows import Draw, Pattern, RowDims
 from .watching import Watch
@@ -242,7 +242,7 @@ class Draws:
         if op.kind in ("kernel", "unknown"):
             return self._draw_unknown(op, generator, lambda: func(*args, **kwargs))
         shape = op.shape(func, args, kwargs)
-        parts = parts_of(shape, declared())
+        parts, whole = parts_of(shape, declared())
         with self._at_place(generator) as is_needed:
             if not is_needed:
                 return op.answer(torch.zeros_like(_empty(op, args, shape)), args)
@@ -253,7 +253,7 @@ class Draws:
             if not parts and self._microbatch is None:
                 found = func(*args, **kwargs)
             else:
-                found = self._part(op, func, args, kwargs, shape, parts, pattern, generator)
+                found = self._part(op, func, args, kwargs, whole, parts, pattern, generator)
         if self._watch.is_forward:
             self._last = self._states()
         return found
@@ -271,10 +271,10 @@ class Draws:
     ) -> Any:
         rows, num_rows = self._microbatch or (slice(0, 1), 1)
         length = rows.stop - rows.start
-        all_rows = list(shape)
-        for dim, factor in pattern:
-            all_rows[dim] = factor * num_rows
-        whole = whole_shape(torch.Size(all_rows), parts)
+        sizes = list(shape)
+        for dim, _ in pattern:
+            sizes[dim] = sizes[dim] // length * num_rows
+        whole = torch.Size(sizes)
         if (op.kind == "permutation" and (pattern or parts)) or (
             op.name == "multinomial" and any(dim == len(shape) - 1 for dim in (*dict(pattern), *(p.dim for p in parts)))
         ):
@@ -287,7 +287,7 @@ class Draws:
             return tensor
 
         def fill(tensor: Tensor, local: Tensor) -> Tensor:
-            if any(len(part.spans) > 1 for part in parts):
+            if any(len(part.spans) > 1 or part.merged for part in parts):
                 what = f"{op.name} needs values of which this rank has several ranges"
                 raise UsageError(explain(what, fix="draw uniform numbers by torch.rand_like and compare them"))
             own(take(tensor, parts)).copy_(local)
@@ -383,6 +383,11 @@ class _Mode(TorchDispatchMode):
     def __init__(self, draws: Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that torch need not keep its compiler away from each operation, which took half of the time."""
+        return False
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

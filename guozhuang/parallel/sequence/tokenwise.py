@@ -69,6 +69,7 @@ def _len(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         "stride",
     ),
     *("register_hook", "retain_grad", "requires_grad_", "__hash__", "type", "result_type", "can_cast", "is_inference"),
+    *("enter", "summed", "gathered"),  # between ranks of tensor parallelism
     *("is_same_size", "data_ptr", "_backward_hooks", "output_nr", "retains_grad", "is_sparse_csr", "is_conj", "is_neg"),
 )
 def _as_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,6 +28,11 @@ def _made_of(
     return divided.like(fetch(region, local, divided.at, plan, fill), size=length)
 
 
+@handles("enter", "summed", "gathered")
+def _between_ranks_of_tensor_parallelism(func: Any, input: SpaceTensor, *args: Any) -> Any:
+    return input.like(func(input.local, *args))
+
+
 @handles("permute")
 def _permute(func: Any, input: SpaceTensor, *dims: Any, **kwargs: Any) -> Any:
     order = kwargs.get("dims", dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)

@@ -4,6 +4,8 @@ A region begins where every rank has the same whole tensor and its first layers 
 that are cut by their inputs have made one addend of the whole result on each rank. Entering costs nothing forward and one
 all_reduce backward, leaving the other way round. Gradients of what is whole are equal on all ranks, because each of these
 functions sums over all of them.
+Activations of which each rank has some rows or tokens are classes of their own. They know these functions by name, and have
+them act on their rows, since none of them joins rows.
 Source: Shoeybi et al. 2019, Megatron-LM, https://arxiv.org/abs/1909.08053, section 3.
 """
 
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from typing_extensions import override
 
 from ...world import versions
@@ -69,6 +72,8 @@ def enter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Backward sums the ranks' gradients: one all_reduce, which every rank of the group must reach.
     """
+    if has_torch_function_unary(whole):
+        return handle_torch_function(enter, (whole,), whole, group)
     if whole.is_meta or not (torch.is_grad_enabled() and whole.requires_grad):
         return whole
     return _EnterRegion.apply(whole, group)  # type: ignore[no-any-return, no-untyped-call]
@@ -79,6 +84,8 @@ def summed(addend: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     The tensor must be new and no operation's saved one, such as a product's result.
     """
+    if has_torch_function_unary(addend):
+        return handle_torch_function(summed, (addend,), addend, group)
     return _SumParts.apply(addend.contiguous(), group)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -87,6 +94,8 @@ def gathered(mine: Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGr
 
     Backward takes this rank's part of the gradient, which is equal on all ranks because what was joined is.
     """
+    if has_torch_function_unary(mine):
+        return handle_torch_function(gathered, (mine,), mine, dim, sizes, group)
     return _GatherFeatures.apply(mine, dim % mine.dim(), tuple(sizes), group)  # type: ignore[no-any-return, no-untyped-call]
 
 
