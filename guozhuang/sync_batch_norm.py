@@ -181,9 +181,10 @@ class _Normalize(torch.autograd.Function):
         num_groups, per_channel = num_channels // channels_of_group, x.numel() // max(num_channels, 1)
         if per_channel:
             mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
-            means = mean.view(num_groups, channels_of_group)
-            mean = means.mean(1)
-            variance = variance.view_as(means).mean(1) + ((means - mean[:, None]) ** 2).mean(1)
+            if channels_of_group > 1:
+                means = mean.view(num_groups, channels_of_group)
+                mean = means.mean(1)
+                variance = variance.view_as(means).mean(1) + ((means - mean[:, None]) ** 2).mean(1)
         else:
             mean, variance = x.new_zeros(2, num_groups)
         local_count = per_channel * channels_of_group
@@ -201,7 +202,7 @@ class _Normalize(torch.autograd.Function):
         mean = (counts * means).sum(0) / count
         variance = (squares.sum(0) + (counts * (means - mean) ** 2).sum(0)) / count
         scale, shift = (None if each is None else each.to(wide) for each in (weight, bias))
-        means, variances = (each.repeat_interleave(channels_of_group) for each in (mean, variance))
+        means, variances = (_of_channels(each, channels_of_group) for each in (mean, variance))
         output = F.batch_norm(x, means, variances, scale, shift, False, 0.0, eps) if per_channel else x
         ctx.save_for_backward(input, weight, mean, variance, count)
         ctx.collectives, ctx.has_bias, ctx.eps, ctx.channels_of_group = (
@@ -220,7 +221,7 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         input, weight, mean, variance, count = ctx.saved_tensors
         x, dy = input.to(mean.dtype), gradient.to(mean.dtype)
-        mean, variance = (each.repeat_interleave(ctx.channels_of_group) for each in (mean, variance))
+        mean, variance = (_of_channels(each, ctx.channels_of_group) for each in (mean, variance))
         inverse = torch.rsqrt(variance + ctx.eps)
         sum_dy_normal, sum_dy = _sums(dy, x, mean, variance, ctx.eps)
         d_weight = sum_dy_normal.to(weight.dtype) if weight is not None else None
@@ -231,12 +232,16 @@ class _Normalize(torch.autograd.Function):
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         sums = torch.stack([scale * sum_dy, scale * sum_dy_normal]).view(2, -1, ctx.channels_of_group).sum(2)
         ctx.collectives[1](sums)
-        mean_dy, mean_dy_normal = (sums / count).repeat_interleave(ctx.channels_of_group, dim=1)
+        mean_dy, mean_dy_normal = _of_channels(sums / count, ctx.channels_of_group)
         shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
         of_x = -inverse * inverse * mean_dy_normal
         constant = -inverse * mean_dy - of_x * mean
         dx = torch.addcmul(constant.view(shape), dy, (inverse * scale).view(shape)).addcmul_(x, of_x.view(shape))
         return dx.to(input.dtype), d_weight, d_bias, None, None, None
+
+
+def _of_channels(of_groups: Tensor, channels_of_group: int) -> Tensor:
+    return of_groups if channels_of_group == 1 else of_groups.repeat_interleave(channels_of_group, dim=-1)
 
 
 def _sums(dy: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -282,14 +282,14 @@ class UNet(nn.Module):
             shrink = [nn.Conv2d(b, a, 1) for a, b in reversed(pairs)]
             bigger = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)
             self.up = nn.ModuleList(nn.Sequential(bigger, each) for each in shrink)
-        self.join = nn.ModuleList(twice(2 * a, a) for a, _ in reversed(pairs))
+        self.joined = nn.ModuleList(twice(2 * a, a) for a, _ in reversed(pairs))
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
         skips = [self.start(image)]
         for down in self.down:
             skips.append(down(skips[-1]))
         x = skips.pop()
-        for up, join in zip(self.up, self.join, strict=True):
+        for up, join in zip(self.up, self.joined, strict=True):
             skip = skips.pop()
             x = up(x)
             dy, dx = skip.size()[2] - x.size()[2], skip.size()[3] - x.size()[3]

@@ -115,8 +115,12 @@ def assemble(local: Tensor, received: list[Tensor], dim: int, plan: RowPlan, fil
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
 
 
-def give_back(region: Region, gradient: Tensor, dim: int, plan: RowPlan) -> Tensor:
-    """Return the gradient of this rank's rows from that of the plan's target: all ranks' shares, added."""
+def give_back(region: Region, gradient: Tensor, dim: int, plan: RowPlan, is_own: bool = False) -> Tensor:
+    """Return the gradient of this rank's rows from that of the plan's target: all ranks' shares, added.
+
+    Args:
+        is_own: nobody else has ``gradient``, which then may be changed and be the base of the result.
+    """
     away = [
         (peer, torch.cat([gradient.narrow(dim, p.at, len(p.rows)) for p in pieces], dim).contiguous())
         for peer, pieces in plan.receives
@@ -124,7 +128,8 @@ def give_back(region: Region, gradient: Tensor, dim: int, plan: RowPlan) -> Tens
     coming = [(peer, _like(gradient, dim, sum(map(len, ranges)))) for peer, ranges in plan.sends]
     _travel(region, away, coming)
     if len(plan.own) == 1 and plan.own[0].rows == range(plan.num_rows):
-        result = gradient.narrow(dim, plan.own[0].at, plan.num_rows).clone(memory_format=_format(gradient))
+        result = gradient.narrow(dim, plan.own[0].at, plan.num_rows)
+        result = result if is_own else result.clone(memory_format=_format(gradient))
     else:
         result = _like(gradient, dim, plan.num_rows).zero_()
         for piece in plan.own:

@@ -63,7 +63,7 @@ class _Windowed(torch.autograd.Function):
         with torch.autocast(local.device.type, enabled=False):
             mine, *others = ctx.work.backward(gradient, rows, tensors, ctx.needs_input_grad[5:])
         if mine is not None:
-            mine = give_back(ctx.region, mine, ctx.at, ctx.plan)
+            mine = give_back(ctx.region, mine, ctx.at, ctx.plan, is_own=True)
         return None, None, None, None, None, mine, *others
 
 
@@ -238,7 +238,27 @@ def _transposed(
     return found.squeeze(0) if input.dim() == num + 1 else found
 
 
-_MAX_POOLS = {1: torch.max_pool1d, 2: torch.max_pool2d, 3: torch.max_pool3d}
+class _MaxPool(torch.autograd.Function):
+    """Saves where the largest elements are, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, region: Region, plan: RowPlan, at: int, numbers: Sequence[Any]) -> Tensor:
+        fill = -math.inf if local.dtype.is_floating_point else torch.iinfo(local.dtype).min
+        rows = assemble(local, receive(region, local, at, plan), at, plan, fill)
+        num = len(numbers[0])
+        found, where = getattr(torch.ops.aten, f"max_pool{num}d_with_indices")(rows, *numbers)
+        ctx.region, ctx.plan, ctx.at, ctx.numbers, ctx.shape = region, plan, at, numbers, rows.shape
+        ctx.save_for_backward(where)
+        return found  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        (where,) = ctx.saved_tensors
+        shaped = gradient.new_empty(ctx.shape)  # only its shape counts
+        compute = getattr(torch.ops.aten, f"max_pool{len(ctx.numbers[0])}d_with_indices_backward")
+        found = compute(gradient.contiguous(), shaped, *ctx.numbers, where)
+        return give_back(ctx.region, found, ctx.at, ctx.plan, is_own=True), None, None, None, None
 
 
 @handles("max_pool1d", "max_pool2d", "max_pool3d")
@@ -258,17 +278,14 @@ def _max_pool(
     num_rows = window.num_outputs(input.rows)
     if num_rows < input.region.size:
         return NotImplemented
-    paddings[i] = 0
-    pool = _MAX_POOLS[num]
-
-    def compute(rows: Tensor) -> Tensor:
-        return pool(rows, kernels, strides, paddings, dilations, ceil_mode)
-
     plan = window_plan(window, input.rows, input.region.size, input.region.index)
-    if plan.is_identity:
-        return input.like(compute(input.local), size=num_rows)
-    fill = -math.inf if input.dtype.is_floating_point else torch.iinfo(input.dtype).min
-    return _run(input, _Again(compute), plan, num_rows, fill=fill)
+    paddings[i] = 0
+    local, at = input.local, input.at
+    if num == 1:  # pooling of one dimension is that of two, of which the first has one row
+        local, at = local.unsqueeze(-2), at + 1
+        kernels, strides, paddings, dilations = [1, *kernels], [1, *strides], [0, *paddings], [1, *dilations]
+    found = _MaxPool.apply(local, input.region, plan, at, (kernels, strides, paddings, dilations, ceil_mode))  # type: ignore[no-untyped-call]
+    return input.like(found.squeeze(-2) if num == 1 else found, size=num_rows)
 
 
 @handles("avg_pool1d", "avg_pool2d", "avg_pool3d")
