@@ -142,6 +142,7 @@ OPERATIONS: dict[str, tuple[int, Callable[[], Any]]] = {
     "stride without kernel": (2, lambda: two(1, stride=2)),
     "wider than a part": (2, lambda: two((11, 3), padding=(5, 1))),
     "dilated": (2, lambda: two(3, padding=(4, 2), dilation=(4, 2))),
+    "dilated within parts": (2, lambda: two((3, 5), padding=(2, 2), dilation=(2, 1), groups=2)),
     "same, even kernel": (2, lambda: two((4, 2), padding="same")),
     "valid": (2, lambda: two((4, 2), padding="valid")),
     "depthwise": (2, lambda: two(5, padding=2, groups=4)),

@@ -121,12 +121,7 @@ def give_back(region: Region, gradient: Tensor, dim: int, plan: RowPlan, is_own:
     Args:
         is_own: nobody else has ``gradient``, which then may be changed and be the base of the result.
     """
-    away = [
-        (peer, torch.cat([gradient.narrow(dim, p.at, len(p.rows)) for p in pieces], dim).contiguous())
-        for peer, pieces in plan.receives
-    ]
-    coming = [(peer, _like(gradient, dim, sum(map(len, ranges)))) for peer, ranges in plan.sends]
-    _travel(region, away, coming)
+    shares = [torch.cat([gradient.narrow(dim, p.at, len(p.rows)) for p in pieces], dim) for _, pieces in plan.receives]
     if len(plan.own) == 1 and plan.own[0].rows == range(plan.num_rows):
         result = gradient.narrow(dim, plan.own[0].at, plan.num_rows)
         result = result if is_own else result.clone(memory_format=_format(gradient))
@@ -134,6 +129,14 @@ def give_back(region: Region, gradient: Tensor, dim: int, plan: RowPlan, is_own:
         result = _like(gradient, dim, plan.num_rows).zero_()
         for piece in plan.own:
             _add(result, dim, piece.rows, gradient.narrow(dim, piece.at, len(piece.rows)))
+    return add_shares(region, result, shares, dim, plan)
+
+
+def add_shares(region: Region, result: Tensor, shares: list[Tensor], dim: int, plan: RowPlan) -> Tensor:
+    """Send the gradient of each message of ``receives`` back, and add those that come to this rank's ``result`` in place."""
+    away = [(peer, share.contiguous()) for (peer, _), share in zip(plan.receives, shares, strict=True)]
+    coming = [(peer, _like(result, dim, sum(map(len, ranges)))) for peer, ranges in plan.sends]
+    _travel(region, away, coming)
     for (_, ranges), (_, message) in zip(plan.sends, coming, strict=True):
         at = 0
         for rows in ranges:

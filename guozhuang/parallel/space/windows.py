@@ -15,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .exchange import Region, assemble, give_back, receive, total, whole
+from .exchange import Region, add_shares, assemble, give_back, receive, total, whole
 from .ranges import RowPlan, SlidingWindow, TransposedWindow, parts, transposed_plan, window_plan
 from .tensor import SpaceTensor, handles
 
 Ints = int | Sequence[int]
+
+# A copy of a row costs about as much as this many output channels of its convolution.
+_PAYS = 2
 
 
 class _Work(Protocol):
@@ -130,6 +133,92 @@ class _Convolution:
         return found  # type: ignore[no-any-return]
 
 
+class _InPlace(torch.autograd.Function):
+    """A convolution of stride 1 that keeps the number of rows, without a copy of the rank's own rows.
+
+    The convolution is linear: that of the own rows between zeros, plus that of the received rows between zeros, of which only
+    the first and the last ``reach`` outputs are made.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Region, plan: RowPlan, at: int, numbers: Sequence[Any], local: Tensor, weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        received = receive(region, local, at, plan)
+        ctx.region, ctx.plan, ctx.at, ctx.numbers = region, plan, at, numbers
+        ctx.save_for_backward(local, weight, bias, *received)
+        with torch.autocast(local.device.type, enabled=False):
+            found = torch.ops.aten.convolution(local, weight, bias, *numbers)
+            if received:
+                strips = _strips(received, at, plan)
+                edges = torch.ops.aten.convolution(strips, weight, None, *_without_padding(numbers, at))
+                for edge, target in zip(edges.chunk(len(received)), _edges(found, at, plan, numbers), strict=True):
+                    target.add_(edge)
+        return found  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        local, weight, bias, *received = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[4:])
+        biases = None if bias is None else list(bias.shape)
+        shares: list[Tensor] = []
+        with torch.autocast(local.device.type, enabled=False):
+            compute = torch.ops.aten.convolution_backward
+            mine, d_weight, d_bias = compute(
+                gradient, local, weight, biases, *ctx.numbers, [*needed[:2], bias is not None and needed[2]]
+            )
+            if received and (needed[0] or needed[1]):
+                edges = torch.cat(_edges(gradient, ctx.at, ctx.plan, ctx.numbers))
+                strips = _strips(received, ctx.at, ctx.plan)
+                numbers = _without_padding(ctx.numbers, ctx.at)
+                d_strips, more, _ = compute(edges, strips, weight, None, *numbers, [needed[0], needed[1], False])
+                if needed[1]:
+                    d_weight += more
+                if needed[0]:
+                    shares = _of_strips(d_strips, ctx.at, ctx.plan)
+        if needed[0]:
+            mine = add_shares(ctx.region, mine, shares, ctx.at, ctx.plan)
+        return None, None, None, None, mine, d_weight, d_bias
+
+
+def _without_padding(numbers: Sequence[Any], at: int) -> list[Any]:
+    stride, padding, *rest = numbers
+    return [stride, [0 if i == at - 2 else each for i, each in enumerate(padding)], *rest]
+
+
+def _is_above(plan: RowPlan) -> list[bool]:
+    """Return for each received message whether its rows lie above this rank's own."""
+    return [pieces[0].at < plan.own[0].at for _, pieces in plan.receives]
+
+
+def _edges(outputs: Tensor, at: int, plan: RowPlan, numbers: Sequence[Any]) -> list[Tensor]:
+    """Return the first and the last outputs, as far as received rows contribute to them."""
+    reach = numbers[1][at - 2]
+    return [outputs.narrow(at, 0 if above else plan.num_rows - reach, reach) for above in _is_above(plan)]
+
+
+def _strips(received: Sequence[Tensor], at: int, plan: RowPlan) -> Tensor:
+    """Return the received rows with zeros in place of the rows next to them, as more samples."""
+    blocks = []
+    for rows, above in zip(received, _is_above(plan), strict=True):
+        shape = list(rows.shape)
+        shape[at] *= 2
+        zeros = rows.new_zeros(shape)
+        blocks.append(torch.cat([rows, zeros] if above else [zeros, rows], at))
+    return torch.cat(blocks)
+
+
+def _of_strips(strips: Tensor, at: int, plan: RowPlan) -> list[Tensor]:
+    """Return the received rows' part of the gradient of what ``_strips`` returned."""
+    above = _is_above(plan)
+    num = strips.shape[at] // 3
+    return [
+        each.narrow(at, 0 if up else 2 * num, num) for each, up in zip(strips.chunk(len(above)), above, strict=True)
+    ]
+
+
 class _Again:
     """An operation whose forward runs once more in backward, so that the assembled rows are not saved."""
 
@@ -202,8 +291,15 @@ def _convolve(
     uneven = [(0, 0) if d == i else (0, after[d] - before[d]) for d in range(num)]
     if any(more for _, more in uneven):
         local = F.pad(local, [each for pair in reversed(uneven) for each in pair])
-    before[i] = 0
     plan = window_plan(window, input.rows, input.region.size, input.region.index)
+    reach = before[i]
+    shortest = input.rows // input.region.size
+    keeps_rows = strides[i] == 1 and reach == after[i] and 2 * reach == dilations[i] * (kernel[i] - 1)
+    if keeps_rows and reach and shortest >= reach * max(1, weight.shape[0] // groups // _PAYS):
+        numbers = (strides, before, dilations, False, [0] * num, groups)
+        found = divided.like(_InPlace.apply(divided.region, plan, divided.at, numbers, local, weight_, bias_))  # type: ignore[no-untyped-call]
+        return found.squeeze(0) if input.dim() == num + 1 else found
+    before[i] = 0
     work = _Convolution(strides, before, dilations, groups)
     found = _run(divided.like(local), work, plan, num_rows, weight_, bias_)
     return found.squeeze(0) if input.dim() == num + 1 else found
