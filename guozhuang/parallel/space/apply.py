@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_map
 
 from ...errors import UsageError, explain
 from ..axes import Around, Axes
-from . import draws, norms, resample, shapes, windows
+from . import convolutions, draws, norms, pooling, resample, shapes
 from .exchange import Region, own_rows
 from .tensor import SpaceTensor, whole_output
 
-_OPERATIONS = (draws, norms, resample, shapes, windows)  # importing them registers what they know
+_OPERATIONS = (convolutions, draws, norms, pooling, resample, shapes)  # importing them registers what they know
 _CONVOLUTIONS = {
     1: (nn.Conv1d, nn.ConvTranspose1d),
     2: (nn.Conv2d, nn.ConvTranspose2d),
