@@ -20,7 +20,7 @@ from .tensor import SpaceTensor
 Ints = int | Sequence[int]
 
 
-class Work(Protocol):
+class RowsWork(Protocol):
     """An operation on the rows that a rank has assembled."""
 
     def forward(self, rows: Tensor, *tensors: Tensor | None) -> Tensor:
@@ -38,7 +38,7 @@ class _Windowed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        work: Work,
+        work: RowsWork,
         region: Region,
         plan: RowPlan,
         at: int,
@@ -65,7 +65,7 @@ class _Windowed(torch.autograd.Function):
 
 
 def run_windowed(
-    divided: SpaceTensor, work: Work, plan: RowPlan, num_rows: int, *tensors: Tensor | None
+    divided: SpaceTensor, work: RowsWork, plan: RowPlan, num_rows: int, *tensors: Tensor | None
 ) -> SpaceTensor:
     """Return ``num_rows`` rows of the work on what a plan assembles. See [Note: memory of windows]."""
     local = _Windowed.apply(work, divided.region, plan, divided.at, divided.local, *tensors)  # type: ignore[no-untyped-call]
