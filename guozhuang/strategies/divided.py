@@ -126,6 +126,8 @@ class PreparedParallel(StandsForModule):
         with torch.enable_grad():
             inside._pre_forward()
             inside._post_forward(())
+        if inside.reducer is not None:
+            inside.reducer.expect_backward()  # which goes through no graph of a forward
         torch.autograd.backward(trained, gradients)
 
     def _compare(self, args: tuple[Any, ...], kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.division import division_of
 from guozhuang.parallel.pipeline import divide_pipeline
 from guozhuang.parallel.pipeline.microbatches import cut_batch
+from guozhuang.strategies.divided import prepare_divided
+from guozhuang.strategies.table import get
+from guozhuang.strategies.ways import Setup
 from guozhuang.world.layout import Layout
 
 from .ranks import run_threads
@@ -215,6 +219,35 @@ def compare(make, data, num_ranks, num_microbatches, rows=(7, 2, 5), num_backwar
 )
 def test_a_divided_model_trains_as_one_process(case):
     compare(*CASES[case], num_ranks=2, num_microbatches=3)
+
+
+@pytest.mark.slow
+def test_gradients_of_two_pipelines_are_averaged():
+    torch.manual_seed(9)
+    one = Tied().double()
+    models, ids = [copy.deepcopy(one) for _ in range(4)], tokens(8)[0][0]
+    setup = Setup(SimpleNamespace(layout=Layout(pp=2, dp=2)))
+
+    def rank_of(rank, size):
+        model, optimizer = models[rank], torch.optim.SGD(models[rank].parameters(), lr=0.1)
+        prepared, stepped = prepare_divided(model, optimizer, setup, get("hybrid"))
+        for _ in range(3):
+            stepped.zero_grad()
+            with prepared.no_sync():
+                prepared(ids[rank % 2 :: 2]).pow(2).mean().backward()
+            prepared(ids[rank % 2 :: 2]).pow(3).mean().backward()
+            stepped.step()
+
+    run_threads(rank_of, 4)
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (one(ids).pow(2).mean() + one(ids).pow(3).mean()).backward()
+        optimizer.step()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.numel():
+                torch.testing.assert_close(parameter, one.get_parameter(name), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow
