@@ -72,6 +72,7 @@ class RankRecord:
         batch_size: the samples of one step on this rank.
         backend: the backend of this rank's collectives; empty in a strategy of one process, which has none.
         num_batch_norms: the model's batch normalization layers whose statistics are those of one rank's samples alone.
+        noise_scale: the gradient noise scale in samples at the end of the run; None where it was not measured.
     """
 
     rank: int
@@ -94,6 +95,7 @@ class RankRecord:
     batch_size: int
     backend: str = ""
     num_batch_norms: int = 0
+    noise_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -337,6 +339,12 @@ class Results:
         other = self.row(to)
         return row.samples_per_s / other.samples_per_s if other is not None and row.ok else None
 
+    @property
+    def largest_batch(self) -> float | None:
+        """Return the global batch, in samples, up to which a larger one still pays: the gradient noise scale, if measured."""
+        found = (one.ranks[0].noise_scale for row in self.rows if row.ok for one in row.rounds)
+        return next((each for each in found if each is not None), None)
+
     def epoch_s(self, row: StrategyRow) -> float:
         """Return the seconds that one pass over the training data takes at the row's median speed."""
         return self.settings.dataset_size / row.samples_per_s
@@ -359,6 +367,7 @@ def to_json(results: Results) -> str:
     A number that JSON cannot represent is written as text: ``"nan"``, ``"inf"``.
     """
     document = asdict(results)
+    document["largest_batch_that_pays"] = results.largest_batch
     for row, out in zip(results.rows, document["rows"], strict=True):
         out["derived"] = _derived(results, row) if row.ok else None
     return records.to_json(document)

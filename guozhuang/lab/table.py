@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,12 +51,28 @@ def show(console: Console, results: Results, verdict: Verdict, report: Path) -> 
                 Padding(Text(f"all it printed: {row.failure.log}", style="dim"), (0, 0, 0, 2), expand=False),
                 soft_wrap=True,
             )
+    if text := largest_batch(results):
+        console.print(Padding(Text(text), (0, 0, 1, 0), expand=False))
     console.print(Text(verdict.headline, style="bold green" if verdict.recommended else "bold red"))
     for reason in verdict.reasons:
         console.print(Padding(Text(reason), (0, 0, 0, 2), expand=False))
     for text in (*verdict.cautions, *results.notes):
         console.print(Padding(Text(f"Note: {text}", style="yellow"), (0, 0, 0, 2), expand=False))
     console.print(Text(f"Report: {report}"), soft_wrap=True)
+
+
+def largest_batch(results: Results) -> str:
+    """Return a sentence about the largest batch that still pays; empty where the gradient noise scale was not measured."""
+    found, today = results.largest_batch, results.settings.global_batch_size
+    if found is None:
+        return ""
+    num_steps = results.settings.num_warmup_steps + results.settings.num_steps
+    when = f"by the gradient noise scale after {num_steps} steps; it grows as the loss falls"
+    if math.isinf(found):
+        return f"Largest batch that still pays: more than {today:,}, too large to be measured here ({when})"
+    samples = max(1, int(round(found, min(0, 2 - len(str(int(found)))))))
+    plural = "s" * (samples != 1)
+    return f"Largest batch that still pays: about {samples:,} sample{plural}, today's is {today:,} ({when})"
 
 
 def _speed(results: Results, rows: Sequence[StrategyRow]) -> _Content:

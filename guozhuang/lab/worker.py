@@ -26,12 +26,17 @@ from guozhuang import data, strategies, world
 from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError
+from guozhuang.exchange.allreduce import AllReduce
+from guozhuang.exchange.noise_scale import NoiseMeter, NoiseScale
 from guozhuang.lab import measure
 from guozhuang.lab.results import Phases, RankRecord
 from guozhuang.records import build, write_text
 from guozhuang.sharding.whole import full_weights, is_divided, load_whole
 from guozhuang.timeline import Timeline
 from guozhuang.workloads import Workload, load
+
+# The noise scale is measured after the run, from so many backwards at most; a mean over them that forgets none.
+_NOISE_STEPS, _NOISE_SMOOTHING = 20, 0.99
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class _Trainer:
         num_replicas = spec.num_ranks if spec.strategy == "dp" else None
         prepared = strategies.prepare(self.bare, optimizer, spec.strategy, num_replicas=num_replicas)
         (self.model, _), self.train = prepared, prepared.step
+        self.noise = self._meter()
         self.divided = is_divided(self.bare)
         if self.timeline is not None and hasattr(self.model, "timeline"):
             cast(Any, self.model).timeline = self.timeline  # so that the trace also shows the model's buckets
@@ -118,6 +124,28 @@ class _Trainer:
         self.marks: list[tuple[Any, ...]] = []
         self.losses: list[torch.Tensor] = []
         self._progress = _Progress(Path(spec.folder) / "progress") if here.rank == 0 else None
+
+    def _meter(self) -> NoiseMeter | None:
+        """Return what measures the gradient noise scale, still off; None in runs that do not measure it."""
+        model = self.model
+        if self.spec.purpose != "first" or self.here.size == 1 or self.spec.strategy != "ddp":
+            return None
+        if not isinstance(model, DistributedDataParallel) or type(model.exchange) is not AllReduce:
+            return None
+        meter = NoiseMeter(smoothing=_NOISE_SMOOTHING)
+        meter.is_on = False
+        model.use_exchange(NoiseScale(model.exchange, meter))
+        return meter
+
+    def noise_scale(self) -> float | None:
+        """Return the gradient noise scale at these weights, from some backwards without a step. Every rank must call it."""
+        if self.noise is None:
+            return None
+        self.noise.is_on = True
+        for _ in range(min(_NOISE_STEPS, max(4, self.spec.num_steps // 5))):
+            self.workload.loss(self.model, _to(next(self.batches), self.here.device)).backward()
+            self.bare.zero_grad()
+        return self.noise.noise_scale(self.batch_size)
 
     def step(self, number: int, before_optimizer: Any = None) -> None:
         """Train on one batch; ``before_optimizer`` is called after backward, where memory use is highest."""
@@ -190,6 +218,7 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
     if isinstance(trainer.model, DistributedDataParallel):
         trainer.model.agree()  # make weights equal: between two exchanges of weights each rank has different ones
     metrics = _keep_first(trainer) if spec.purpose == "first" else {}
+    digest = measure.digest(full_weights(trainer.bare).values())
     trainable = [p for p in trainer.bare.parameters() if p.requires_grad]
     return RankRecord(
         rank=here.rank,
@@ -204,13 +233,14 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         peak_device_bytes=torch.cuda.max_memory_allocated(here.device) if here.device.type == "cuda" else None,
         main_share=trainer.model.imbalance().main_share if isinstance(trainer.model, DataParallel) else None,
         gradient_bytes=sum(p.numel() * p.element_size() for p in trainable),
-        weights_digest=measure.digest(full_weights(trainer.bare).values()),
+        weights_digest=digest,
         metrics=metrics,
         num_threads=spec.num_threads,
         device=str(here.device),
         dataset_size=len(trainer.workload.train),  # type: ignore[arg-type]
         batch_size=trainer.batch_size,
         backend=str(torch.distributed.get_backend()) if here.size > 1 else "",
+        noise_scale=trainer.noise_scale(),
         num_batch_norms=sum(_is_own_batch_norm(module) for module in trainer.bare.modules()),
     )
 

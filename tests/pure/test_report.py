@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 import xml.etree.ElementTree
 from collections.abc import Mapping
@@ -107,6 +108,29 @@ def test_report_says_what_was_found_and_escapes_what_others_wrote(tmp_path: Path
         assert expected in page.text
     assert "<b>fell" not in text
     assert "prefers-color-scheme: dark" in text
+
+
+@pytest.mark.parametrize(
+    ("noise_scale", "text"),
+    [
+        (None, ""),
+        (
+            178.4,
+            "Largest batch that still pays: about 180 samples, today's is 16 (by the gradient noise scale after 65 ",
+        ),
+        (math.inf, "Largest batch that still pays: more than 16, too large to be measured here"),
+        (0.0, "about 1 sample,"),
+        (123_456.0, "about 120,000 samples"),
+    ],
+)
+def test_the_largest_batch_that_pays_is_told_where_it_was_measured(noise_scale: float | None, text: str) -> None:
+    ddp = row("ddp", 90.0, 92.0)
+    ranks = tuple(replace(rank, noise_scale=noise_scale) for rank in ddp.rounds[0].ranks)
+    results = comparison(row("single", 50.0), replace(ddp, rounds=(replace(ddp.rounds[0], ranks=ranks), ddp.rounds[1])))
+    page = report.html(results, judge(results), plots.draw(comparison(row("single", 50.0), ddp)))
+    assert text in table.largest_batch(results)
+    assert ("Largest batch" in page) == (noise_scale is not None)
+    assert from_json(to_json(results)) == results
 
 
 def test_report_can_be_made_again_from_its_results_file(tmp_path: Path) -> None:
