@@ -73,10 +73,18 @@ class NoiseMeter:
         found = (self._mean / (1.0 - self.smoothing**self.num_steps)).clone()
         dist.all_reduce(found, group=self._group)
         own, averaged = (found / n).tolist()
-        return _noise_scale(own, averaged, n, batch_size)
+        return noise_scale_of(own, averaged, n, batch_size)
 
 
-def _noise_scale(own: float, averaged: float, num_ranks: int, batch_size: int) -> float | None:
+def noise_scale_of(own: float, averaged: float, num_ranks: int, batch_size: int) -> float | None:
+    """Return the gradient noise scale, in samples; see :meth:`NoiseMeter.noise_scale`.
+
+    Args:
+        own: mean squared norm of the gradient of ``batch_size`` samples.
+        averaged: mean squared norm of the average of ``num_ranks`` such gradients, of which there are at least two.
+        num_ranks: how many gradients are averaged.
+        batch_size: samples behind each.
+    """
     if not (math.isfinite(own) and math.isfinite(averaged)):
         return None
     gradient = (num_ranks * averaged - own) / (num_ranks - 1)
