@@ -404,6 +404,12 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
     "another kind": (Plain, {"tokens": "columns"}, 2, "'tokens' divided by columns, which a Embedding cannot be"),
     "no attention": (Plain, {"blocks.0": "heads"}, 2, "ModuleDict"),
     "few columns": (Plain, {"blocks.*.up": "columns"}, 8, "'blocks.0.up' has fewer outputs.*got 7.*tp=7"),
+    "uneven": (
+        lambda: nn.Sequential(nn.Linear(4, 7), nn.Dropout(), nn.Linear(7, 4), nn.LayerNorm(4)),
+        {"0": "columns", "2": "rows"},
+        2,
+        "not equally many on all 2 ranks.*got 7.*name the dropout",
+    ),
     "heads": (lambda: nn.MultiheadAttention(24, 6), None, 4, "6 heads, which 4 ranks.*tp=1, 2, 3 or 6"),
     "nothing": (lambda: nn.LayerNorm(4), None, 2, "nothing in LayerNorm"),
 }

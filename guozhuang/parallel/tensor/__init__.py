@@ -22,6 +22,7 @@ from .families import attention_of, divide_heads, divide_known
 from .layers import (
     CONVOLUTIONS,
     Cutter,
+    Spans,
     TensorRegion,
     can_be_divided,
     channels,
@@ -75,13 +76,16 @@ def divide_tensors(model: nn.Module, axes: Axes, plan: Mapping[str, str] | None 
                 fix='name the layers, plan={"mlp.up": "columns", "mlp.down": "rows"}, or choose another strategy',
             )
         )
-    if cutter.index == 0:
-        _log.info(
-            "tensor: %.0f %% of the %s parameters are divided over %d ranks",
-            100 * share,
-            num_elements,
-            cutter.num_ranks,
-        )
+    if axes.everyone.rank() == 0:
+        text = f"tensor: {share:.0%} of {num_elements:,} parameters are divided over {cutter.num_ranks} ranks"
+        largest = sorted(_whole_parameters(model, cutter).items(), key=lambda item: -item[1])[:3]
+        if share < 0.5 and largest:
+            text += "; whole on each: " + ", ".join(f"{name} ({length:,})" for name, length in largest)
+        _log.log(logging.INFO if share >= 0.5 else logging.WARNING, text)
+
+
+def _whole_parameters(model: nn.Module, cutter: Cutter) -> dict[str, int]:
+    return {name: each.numel() for name, each in model.named_parameters() if id(each) not in cutter.cut}
 
 
 def _divide_by_structure(model: nn.Module, cutter: Cutter, everyone: dist.ProcessGroup) -> None:
@@ -117,6 +121,7 @@ def _divide_by_hand(model: nn.Module, plan: Mapping[str, str], cutter: Cutter) -
     words = dict(_resolved(model, plan))
     parts = dict(model.named_modules())
     regions: dict[str, TensorRegion] = {}
+    divided = _divided_features(words, parts, cutter)
     for name, word in words.items():
         part: Any = parts[name]
         region = regions.setdefault(name.rpartition(".")[0], TensorRegion(cutter.group))
@@ -125,6 +130,8 @@ def _divide_by_hand(model: nn.Module, plan: Mapping[str, str], cutter: Cutter) -
                 rows(part, cutter, region, name=name)
             else:
                 columns(part, cutter, region, gathers=word == "gathered", name=name)
+        elif word == "columns" and isinstance(part, nn.Dropout) and name.rpartition(".")[0] in divided:
+            draws(part, divided[name.rpartition(".")[0]])
         elif word == "rows" and type(part) is nn.Embedding:
             vocabulary(part, cutter, name=name)
         elif word == "channels" and isinstance(part, (*CONVOLUTIONS, nn.modules.batchnorm._BatchNorm)):
@@ -138,10 +145,45 @@ def _divide_by_hand(model: nn.Module, plan: Mapping[str, str], cutter: Cutter) -
                 explain(
                     f"the plan wants {name!r} divided by {word}, which a {type(part).__name__} cannot be",
                     fix="use columns, rows or gathered for linear layers and convolutions without groups, rows for "
-                    "embeddings, channels for BatchNorm and depthwise convolutions, heads for attention with separate "
-                    "layers for queries, keys and values",
+                    "embeddings, columns for a dropout beside the layers that it stands between, channels for BatchNorm and "
+                    "depthwise convolutions, heads for attention with separate layers for queries, keys and values",
                 )
             )
+
+
+def _divided_features(
+    words: Mapping[str, str], parts: Mapping[str, Any], cutter: Cutter
+) -> dict[str, tuple[int, Spans, int]]:
+    """For each module that holds columns: of which dim which features are this rank's, of how many.
+
+    A module that holds nothing but columns and the rows behind them is told to draw so, unless draws behind the rows could be
+    of that size too.
+    """
+    found = {}
+    for owner in {name.rpartition(".")[0] for name, word in words.items() if word == "columns"}:
+        held = {name: part for name, part in parts[owner].named_children() if any(True for _ in part.parameters())}
+        named = {name: words.get(f"{owner}.{name}".lstrip(".")) for name in held}
+        layers = [part for name, part in held.items() if named[name] == "columns" and can_be_divided(part)]
+        width = num_features(layers[0])[1] if layers else 0
+        if width < cutter.num_ranks:
+            continue  # columns tells so
+        found[owner] = (feature_dim(layers[0]), cutter.spans(width), width)
+        ends = {
+            num_features(held[name])[1] for name, word in named.items() if word == "rows" and can_be_divided(held[name])
+        }
+        if owner and set(named.values()) == {"columns", "rows"} and not ends & set(cutter.sizes(width)):
+            draws(parts[owner], found[owner])
+        elif len(set(cutter.sizes(width))) > 1 and not any(
+            word == "columns" and isinstance(parts[name], nn.Dropout) and name.rpartition(".")[0] == owner
+            for name, word in words.items()
+        ):
+            # Ranks that draw masks of different sizes would draw different masks for all that is whole from then on.
+            what = (
+                f"the outputs of columns in {owner or 'the model'} are not equally many on all {cutter.num_ranks} ranks"
+            )
+            fix = "name the dropout between columns and rows too, with the word columns, or choose a width that divides"
+            raise UsageError(explain(what, value=width, fix=fix))
+    return found
 
 
 def _resolved(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str]]:
