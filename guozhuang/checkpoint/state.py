@@ -253,6 +253,9 @@ class TrainingState(Stateful):
             notes.append(f"bits may differ from the saved run's, because these differ: {', '.join(differ)}")
         if rank < about["ranks"]:
             _set_generators(own["generators"])  # last: nothing after it draws
+        for each in registry.trained:
+            if hasattr(type(each.model), "draw_alike"):
+                each.model.draw_alike()  # the states may be of ranks that had other places
         if size != about["ranks"]:
             notes.append(
                 f"it was saved by {about['ranks']} ranks and goes on with {size}: sums have another order of terms"

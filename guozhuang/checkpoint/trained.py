@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from guozhuang.checkpoint.tree import copied
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import Trained
-from guozhuang.sharding.whole import full, full_weights, is_divided, is_dtensor
+from guozhuang.sharding.whole import division_if_any, full, full_weights, is_divided, part_like
 from guozhuang.units import listed
 
 _MAX_NAMED = 5
@@ -50,7 +50,7 @@ def capture(trained: Trained, is_first: bool) -> tuple[dict[str, Any], dict[str,
     shared: dict[str, Any] = {"strategy": trained.strategy, "class": type(module).__name__}
     shared |= {"tied": _tied(module), "left_out": _left_out(module)}
     shared["frozen"] = [name for name, p in module.named_parameters() if not p.requires_grad]
-    own: dict[str, Any] = {"buffers": dict(module.named_buffers()), "extra": _extra_states(module)}
+    own: dict[str, Any] = {"buffers": _buffers(module), "extra": _extra_states(module)}
     left_alone: frozenset[str] = getattr(model, "ignored", frozenset())
     parameters = full_weights(module)
     state = _optimizer_state(module, optimizer)
@@ -59,12 +59,21 @@ def capture(trained: Trained, is_first: bool) -> tuple[dict[str, Any], dict[str,
         own["parameters"], own["optimizer"] = parameters, state
         return shared, own, True
     own["parameters"] = {name: p for name, p in parameters.items() if name in left_alone}
-    divided = is_divided(module) or hasattr(optimizer, "carrier")
+    divided = is_divided(module) or hasattr(optimizer, "carrier") or _has_parts(module)
     if divided and not is_first:
         return {}, own, False
     shared["parameters"] = {name: p for name, p in parameters.items() if name not in left_alone}
     (own if _exchanges_weights(model) else shared)["optimizer"] = state
     return shared, own, not divided
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(division_if_any(p) is not None for p in module.parameters())
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers; whole ones, from the ranks that compute with them, of a model that a layout has divided."""
+    return {name: b if division_if_any(b) is None else full(b) for name, b in module.named_buffers()}
 
 
 def settle(trained: Trained) -> None:
@@ -187,7 +196,7 @@ def _drop_gathered(module: nn.Module) -> None:
 @torch.no_grad()
 def _set_parameters(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     for name, parameter in module.named_parameters():
-        parameter.copy_(_divided_like(parameter, saved[name]))
+        parameter.copy_(part_like(parameter, saved[name]))
 
 
 @torch.no_grad()
@@ -195,6 +204,7 @@ def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     mine, parts = dict(module.named_buffers()), dict(module.named_modules())
     for name, value in saved.items():
         buffer = mine.get(name)
+        value = value if buffer is None else part_like(buffer, value)
         if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
             buffer.copy_(value)
             continue
@@ -206,22 +216,12 @@ def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
             owner.register_buffer(last, value.to(device, copy=True), persistent=False)
 
 
-def _divided_like(parameter: Any, value: Tensor) -> Tensor:
-    """Return ``value`` as a DTensor that is divided as ``parameter`` is; if that is a plain tensor, ``value`` itself."""
-    if not is_dtensor(parameter):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(
-        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
-
-
 def _compare(what: str, mine: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     def kind(tensor: Tensor | None) -> str:
         if tensor is None:
             return "nothing"
-        shape = "of no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
+        division = division_if_any(tensor)
+        shape = "of no shape yet" if is_lazy(tensor) else tuple((division or tensor).shape)
         return f"{str(tensor.dtype).removeprefix('torch.')} {shape}"
 
     differ = [
@@ -269,7 +269,7 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, saved: Mapping[str,
             continue
         like: Any = parameters[name]
         state[index_of[name]] = {
-            key: _divided_like(like, v) if isinstance(v, Tensor) and v.shape == like.shape and v.dim() else v
+            key: part_like(like, v) if isinstance(v, Tensor) and v.shape == like.shape and v.dim() else v
             for key, v in values.items()
         }
     groups = [
@@ -283,7 +283,7 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, saved: Mapping[str,
         kept: Any = optimizer.state.get(parameters[name]) if name in parameters else None
         for key, value in values.items() if kept else ():
             if isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and kept[key].dtype != value.dtype:
-                kept[key] = copied(_divided_like(parameters[name], value)).to(kept[key].device)
+                kept[key] = copied(part_like(parameters[name], value)).to(kept[key].device)
 
 
 def _all(names: Sequence[Sequence[str]]) -> Iterator[str]:

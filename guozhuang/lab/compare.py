@@ -351,7 +351,7 @@ def _spec(plan: ComparisonPlan, contender: Contender, purpose: str) -> RunSpec:
         name=contender.name,
         strategy=contender.strategy,
         purpose=purpose,
-        folder=tempfile.mkdtemp(prefix=f"{contender.name}-", dir=plan.scratch),
+        folder=tempfile.mkdtemp(prefix=f"{contender.name.replace(':', '-')}-", dir=plan.scratch),
         workload=plan.workload,
         options=plan.options,
         data_folder=str(plan.scratch / "data"),
@@ -365,6 +365,7 @@ def _spec(plan: ComparisonPlan, contender: Contender, purpose: str) -> RunSpec:
         device=plan.device,
         backend=contender.backend,
         num_groups=contender.num_groups,
+        layout=contender.layout,
     )
 
 
@@ -399,6 +400,7 @@ def _row(plan: ComparisonPlan, contender: Contender, found: _Found) -> StrategyR
         timeline=found.traces.get(name),
         asked_backend=contender.backend,
         num_groups=contender.num_groups,
+        layout=contender.layout or "",
     )
 
 

@@ -8,6 +8,7 @@ from guozhuang import strategies
 from guozhuang.errors import UsageError, explain
 from guozhuang.strategies import Strategy
 from guozhuang.world.devices import served_types
+from guozhuang.world.layout import HYBRID, OWN_AXIS, Layout
 
 #: PyTorch's own wrapper, and the backend on which it is compared on CPUs, with one group, as most people use it today.
 _PEER, _BACKEND_OF_THE_PEER = "torch-ddp", "gloo"
@@ -18,16 +19,18 @@ class Contender:
     """One row of a comparison's table: a strategy that is to be measured, with a backend and a number of groups.
 
     Attributes:
-        name: the name of the row: the strategy's name, or ``strategy@backend`` as the command line had it.
+        name: the name of the row: the strategy's name, or ``strategy:axis=size@backend`` as the command line had it.
         strategy: the strategy's name in ``guozhuang.strategies``.
         backend: the backend of the strategy's collectives; None leaves the choice to ``gz.init``.
         num_groups: the number of process groups that exchange the buckets in turn.
+        layout: the sizes of axes, as ``--layout`` takes them; None: the strategy's own.
     """
 
     name: str
     strategy: str
     backend: str | None = None
     num_groups: int = 1
+    layout: str | None = None
 
     @property
     def entry(self) -> Strategy:
@@ -37,7 +40,8 @@ class Contender:
     @property
     def summary(self) -> str:
         """Return a one-line description of the row, for tables."""
-        added = [f"on {self.backend}"] if self.name != self.strategy else []
+        added = [self.layout] if self.layout else []
+        added += [f"on {self.backend}"] if "@" in self.name else []
         added += [f"{self.num_groups} groups in turn"] if self.num_groups > 1 else []
         return f"{self.entry.summary} ({', '.join(added)})" if added else self.entry.summary
 
@@ -54,15 +58,16 @@ def short_set(on_cpu: bool, shares_memory: bool) -> tuple[str, ...]:
     return ("single", "ddp", "torch-ddp", *fitting, "none")
 
 
-def contenders(text: str, backend: str | None, num_groups: int, on_cpu: bool) -> tuple[Contender, ...]:
+def contenders(text: str, backend: str | None, num_groups: int, on_cpu: bool, num_ranks: int) -> tuple[Contender, ...]:
     """Parse ``--strategies``, ``--backend`` and ``--groups`` into the rows of a comparison.
 
-    A strategy may be written ``name@backend``. Without a backend it gets that of ``--backend``, except ``torch-ddp`` on CPUs,
-    which gets one gloo group, as most people use it. Strategies that use no groups ignore both options.
+    A strategy may be written ``name@backend``, and with a layout ``name:pp=2:dp=auto``. Without a backend it gets that of
+    ``--backend``, except ``torch-ddp`` on CPUs, which gets one gloo group, as most people use it. Strategies that use no groups
+    ignore both options.
 
     Raises:
         UsageError: no name, a name given twice, an unknown strategy or backend, a backend for a strategy of one process, fewer
-            than one group, or several groups without a strategy that can use them.
+            than one group, several groups without a strategy that can use them, or a layout that does not fit the ranks.
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
@@ -75,7 +80,7 @@ def contenders(text: str, backend: str | None, num_groups: int, on_cpu: bool) ->
         raise UsageError(explain("--groups is a count of at least 1", value=num_groups))
     if backend is not None:
         served_types(backend)
-    found = tuple(_contender(name, backend, num_groups, on_cpu) for name in names)
+    found = tuple(_contender(name, backend, num_groups, on_cpu, num_ranks) for name in names)
     if num_groups > 1 and all(one.num_groups == 1 for one in found):
         fix = "leave --groups out, or compare ddp or torch-ddp@gloo too"
         raise UsageError(
@@ -84,17 +89,26 @@ def contenders(text: str, backend: str | None, num_groups: int, on_cpu: bool) ->
     return found
 
 
-def _contender(name: str, backend: str | None, num_groups: int, on_cpu: bool) -> Contender:
-    strategy, at, own = name.partition("@")
+def _contender(name: str, backend: str | None, num_groups: int, on_cpu: bool, num_ranks: int) -> Contender:
+    what_runs, at, own = name.partition("@")
+    strategy, _, axes = what_runs.partition(":")
     entry = strategies.get(strategy)
+    if entry.one_process and (at or axes):
+        lacks = "where no backend carries anything" if at else "which has no axes"
+        what = f"strategy {strategy} runs in one process, {lacks}"
+        raise UsageError(explain(what, value=name, fix=f"write {strategy}"))
+    layout = axes.replace(":", ",") or None
+    if layout is not None or strategy in (HYBRID, *OWN_AXIS):
+        if strategy == HYBRID and layout is None:
+            fix = "write the sizes of its axes too, as in hybrid:pp=2:tp=2"
+            raise UsageError(explain("strategy hybrid needs a layout", value=name, fix=fix))
+        Layout.parse(layout, strategy, num_ranks)
+    groups = num_groups if entry.takes_groups and layout is None else 1
     if at:
         served_types(own)
-        if entry.one_process:
-            what = f"strategy {strategy} runs in one process, where no backend carries anything"
-            raise UsageError(explain(what, value=name, fix=f"write {strategy}"))
-        return Contender(name, strategy, own, num_groups if entry.takes_groups else 1)
+        return Contender(name, strategy, own, groups, layout)
     if entry.one_process:
         return Contender(name, strategy)
     if strategy == _PEER and on_cpu:
-        return Contender(name, strategy, _BACKEND_OF_THE_PEER)
-    return Contender(name, strategy, backend, num_groups if entry.takes_groups else 1)
+        return Contender(name, strategy, _BACKEND_OF_THE_PEER, layout=layout)
+    return Contender(name, strategy, backend, groups, layout)

@@ -21,7 +21,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--strategies",
         metavar="A,B@BACKEND,C",
-        help="which, and in which order; name@backend sets one's backend (default: about six that suit the machine)",
+        help="which, and in which order; name@backend sets one's backend, hybrid:pp=2:tp=2 its layout (default: about six that "
+        "suit the machine)",
     )
     what.add_argument("--all", action="store_true", help="compare all strategies there are, which takes long")
     what.add_argument(

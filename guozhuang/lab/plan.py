@@ -19,6 +19,7 @@ from guozhuang.lab.options import DEFAULT_CPU_RANKS, DEFAULT_ROUNDS, DEFAULT_STE
 from guozhuang.lab.progress import PlannedRun
 from guozhuang.lab.results import ComparisonSettings
 from guozhuang.world.devices import SHARED_MEMORY, backend_of_cpu_ranks, num_cuda
+from guozhuang.world.layout import HYBRID
 from guozhuang.world.machine import usable_cores
 
 FEWEST_ROUNDS = 2
@@ -105,7 +106,7 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
     """
     on_cpu = namespace.device == "cpu" or not torch.cuda.is_available()
     num_ranks = namespace.ranks if namespace.ranks is not None else default_ranks(on_cpu, num_cuda())
-    compared = contenders(_names(namespace, on_cpu, num_ranks), namespace.backend, namespace.groups, on_cpu)
+    compared = contenders(_names(namespace, on_cpu, num_ranks), namespace.backend, namespace.groups, on_cpu, num_ranks)
     for option, least, why in (
         ("ranks", 1, ""),
         ("steps", 1, ""),
@@ -223,7 +224,7 @@ def _names(namespace: argparse.Namespace, on_cpu: bool, num_ranks: int) -> str:
     if namespace.strategies is not None:
         return str(namespace.strategies)
     if namespace.all:
-        return ",".join(strategies.STRATEGIES)
+        return ",".join(name for name in strategies.STRATEGIES if name != HYBRID)  # which needs a layout
     backend = namespace.backend or backend_of_cpu_ranks(["this node"] * num_ranks)[0]
     return ",".join(short_set(on_cpu, backend == SHARED_MEMORY))
 

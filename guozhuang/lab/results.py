@@ -69,7 +69,7 @@ class RankRecord:
         num_threads: compute threads of this process.
         device: the device that this rank trained on.
         dataset_size: the number of training samples.
-        batch_size: the samples of one step on this rank.
+        batch_size: the samples of one step on this rank; its share of them where ranks hold one copy of the model together.
         backend: the backend of this rank's collectives; empty in a strategy of one process, which has none.
         num_batch_norms: the model's batch normalization layers whose statistics are those of one rank's samples alone.
         noise_scale: the gradient noise scale in samples at the end of the run; None where it was not measured.
@@ -150,6 +150,7 @@ class StrategyRow:
         strategy: the strategy's name; empty if it equals ``name``.
         asked_backend: the requested backend; None: ``gz.init`` chose one, see ``backend``.
         num_groups: the number of process groups that exchanged the strategy's buckets in turn.
+        layout: the requested sizes of axes, as ``--layout`` takes them; empty: the strategy's own.
     """
 
     name: str
@@ -167,6 +168,7 @@ class StrategyRow:
     strategy: str = ""
     asked_backend: str | None = None
     num_groups: int = 1
+    layout: str = ""
 
     @property
     def ok(self) -> bool:

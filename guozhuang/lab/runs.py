@@ -124,6 +124,7 @@ def command(spec: RunSpec, spec_file: Path) -> list[str]:
     options = ["--nproc-per-node", str(spec.num_ranks), "--log-dir", str(Path(spec.folder) / _RANK_LOGS)]
     options += ["--strategy", spec.strategy, "--groups", str(spec.num_groups)]
     options += ["--backend", spec.backend] if spec.backend is not None else []
+    options += ["--layout", spec.layout] if spec.layout is not None else []
     return [*python, "-m", "guozhuang", "run", *options, *worker]
 
 

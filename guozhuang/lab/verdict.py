@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from guozhuang import units
 from guozhuang.lab.results import PHASES, Results, StrategyRow
+from guozhuang.world.layout import Layout
 
 TIE = 0.10
 TIE_OF_ONE_ROUND = 0.03
@@ -106,11 +107,15 @@ def how(results: Results, row: StrategyRow) -> tuple[str, ...]:
     """Return the lines of code and shell with which a user's own training script uses the strategy of a row."""
     settings = results.settings
     num_processes = 1 if row.one_process else settings.num_ranks
-    batch_size = settings.global_batch_size if row.one_process else settings.batch_size
+    shares = 1
+    if not row.one_process:
+        shares = Layout.parse(row.layout, row.strategy or row.name, num_processes).dp
+    batch_size = settings.global_batch_size // shares
     replicas = f", num_replicas={settings.num_ranks}" if row.name == "dp" else ""
     chosen = f"--strategy {row.strategy or row.name}"
     chosen += f" --backend {row.asked_backend}" if row.asked_backend is not None else ""
     chosen += f" --groups {row.num_groups}" if row.num_groups > 1 else ""
+    chosen += f" --layout {row.layout}" if row.layout else ""
     return (
         "# in train.py:",
         "import guozhuang as gz",

@@ -31,7 +31,7 @@ from guozhuang.exchange.noise_scale import NoiseMeter, NoiseScale
 from guozhuang.lab import measure
 from guozhuang.lab.results import Phases, RankRecord
 from guozhuang.records import build, write_text
-from guozhuang.sharding.whole import full_weights, is_divided, load_whole
+from guozhuang.sharding.whole import full, full_weights, is_divided, load_whole
 from guozhuang.timeline import Timeline
 from guozhuang.workloads import Workload, load
 
@@ -61,6 +61,7 @@ class RunSpec:
         device: ``cpu`` or ``cuda``; None: ``init`` chooses.
         backend: the backend of collectives; None: ``init`` chooses.
         num_groups: the number of process groups that exchange the buckets in turn.
+        layout: the sizes of axes, as ``--layout`` takes them; None: the strategy's own.
     """
 
     name: str
@@ -80,6 +81,7 @@ class RunSpec:
     device: str | None = None
     backend: str | None = None
     num_groups: int = 1
+    layout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,13 @@ class _Trainer:
         prepared = strategies.prepare(self.bare, optimizer, spec.strategy, num_replicas=num_replicas)
         (self.model, _), self.train = prepared, prepared.step
         self.noise = self._meter()
-        self.divided = is_divided(self.bare)
+        self.divided = is_divided(self.bare) or here.layout.model_size > 1
         if self.timeline is not None and hasattr(self.model, "timeline"):
             cast(Any, self.model).timeline = self.timeline  # so that the trace also shows the model's buckets
-        self.batch_size = self.workload.batch_size * (spec.num_ranks if self.strategy.one_process else 1)
+        # Of each share of the data: all strategies train on the same global batch.
+        self.batch_size = self.workload.batch_size * (
+            spec.num_ranks if self.strategy.one_process else here.layout.model_size
+        )
         self.batches = _batches(self.workload, self.batch_size, spec.seed, here)
         # Six marks of the clock for each step, which are converted to seconds at the end of the run.
         self.marks: list[tuple[Any, ...]] = []
@@ -238,7 +243,7 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         num_threads=spec.num_threads,
         device=str(here.device),
         dataset_size=len(trainer.workload.train),  # type: ignore[arg-type]
-        batch_size=trainer.batch_size,
+        batch_size=trainer.batch_size // here.layout.model_size,
         backend=str(torch.distributed.get_backend()) if here.size > 1 else "",
         noise_scale=trainer.noise_scale(),
         num_batch_norms=sum(_is_own_batch_norm(module) for module in trainer.bare.modules()),
@@ -271,7 +276,8 @@ def _warm_up(trainer: _Trainer) -> int | None:
 def _keep_first(trainer: _Trainer) -> dict[str, float]:
     """Save an exact strategy's weights in the run's folder, and evaluate rank 0's bare model; every rank must call this."""
     metrics: dict[str, float] = {}
-    whole = full_weights(trainer.bare)  # every rank must call this, because divided weights are gathered
+    # Every rank must call these, because divided weights are gathered.
+    whole, buffers = full_weights(trainer.bare), {name: full(b) for name, b in trainer.bare.named_buffers()}
     if trainer.here.rank == 0:
         if trainer.strategy.exact:
             weights = {name: weight.cpu() for name, weight in whole.items()}
@@ -280,7 +286,7 @@ def _keep_first(trainer: _Trainer) -> dict[str, float]:
             torch.set_num_threads(trainer.spec.num_cores)
             model = trainer.bare
             if trainer.divided:  # the forward of a divided model would need all ranks: evaluate a whole copy
-                model = load_whole(trainer.workload.model().to(trainer.here.device), whole, model)
+                model = load_whole(trainer.workload.model().to(trainer.here.device), whole, buffers, model.training)
             metrics = {name: float(value) for name, value in trainer.workload.evaluate(model).items()}
     _wait_for_all(trainer.here)
     return metrics

@@ -144,7 +144,7 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
         UsageError: the model, the layout and the wishes do not go together; the text says which.
     """
     start_equal(model, axes.everyone)
-    _draw_alike(axes, next((p.device for p in model.parameters()), torch.device("cpu")))
+    draw_alike(axes, next((p.device for p in model.parameters()), torch.device("cpu")))
     gather_states(model)
     _watch_norms(model)
     found = Divided(model, axes)
@@ -220,7 +220,7 @@ def _later(package: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def _draw_alike(axes: Axes, device: torch.device) -> None:
+def draw_alike(axes: Axes, device: torch.device) -> None:
     """Give the ranks that hold one copy of the model the same random numbers from now on: those of the first of them."""
     group = axes.group("pp", "space", "sequence", "tp")
     if group is None:

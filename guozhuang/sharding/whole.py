@@ -1,12 +1,15 @@
-"""Functions that return the whole weights of a model whose parameters may be DTensors, divided among processes."""
+"""Functions that return the whole weights of a model whose parameters may be divided among processes, as DTensors or parts."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from ..parallel.division import Division
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -20,25 +23,47 @@ def is_divided(model: nn.Module) -> bool:
     return any(is_dtensor(p) for p in model.parameters())
 
 
+def division_if_any(tensor: Tensor) -> Division | None:
+    """Return how a layout has divided a tensor; the module that divides is not imported for the question."""
+    module = sys.modules.get("guozhuang.parallel.division")
+    return None if module is None else module.division_of(tensor)
+
+
 def full(tensor: Any) -> Tensor:
-    """Return a tensor without its graph; a DTensor is gathered, so that every rank must call it for one."""
+    """Return a tensor without its graph; what is divided is gathered, so that every rank must call it."""
+    if (division := division_if_any(tensor)) is not None:
+        return sys.modules["guozhuang.parallel.division"].whole(tensor, division)  # type: ignore[no-any-return]
     return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()  # type: ignore[no-any-return]
 
 
+def part_like(parameter: Any, value: Tensor) -> Tensor:
+    """Return of a whole ``value`` what ``parameter`` holds of its own; ``value`` itself if the parameter is not divided."""
+    division = division_if_any(parameter)
+    if division is not None:
+        divides = value.shape == division.shape
+        return sys.modules["guozhuang.parallel.division"].part(value, division) if divides else value
+    if not is_dtensor(parameter):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(
+        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+
+
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return whole parameters by name, detached; DTensors are gathered. Every rank must call it if there are DTensors.
+    """Return whole parameters by name, detached; divided ones are gathered. Every rank must call it if there are such.
 
     Other parameters are returned without a copy.
     """
     return {name: full(p) for name, p in model.named_parameters()}
 
 
-def load_whole(into: nn.Module, weights: dict[str, Tensor], model: nn.Module) -> nn.Module:
-    """Copy whole weights, and the buffers of ``model``, into ``into``, a model of the same class. Not collective."""
+def load_whole(into: nn.Module, weights: dict[str, Tensor], buffers: dict[str, Tensor], is_training: bool) -> nn.Module:
+    """Copy whole weights and buffers into ``into``, a model of the same class. Not collective."""
     with torch.no_grad():
         for name, p in into.named_parameters():
             p.copy_(weights[name])
-        buffers = dict(model.named_buffers())
         for name, buffer in into.named_buffers():
             buffer.copy_(buffers[name])
-    return into.train(model.training)
+    return into.train(is_training)

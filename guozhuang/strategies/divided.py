@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -31,7 +31,7 @@ from ..groups.subgroups import timeout_s
 from ..optim.divided import DividedOptimizer
 from ..parallel.axes import make_axes
 from ..parallel.division import division_of
-from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model
+from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model, draw_alike
 from ..parallel.state import fit_state, gather_optimizer_states
 from ..sharding.elementwise import needs_whole_tensors
 from ..units import listed
@@ -107,6 +107,21 @@ class PreparedParallel(StandsForModule):
             return divided.pipe.step(*args, **kwargs)
         return plain_step(self, loss, args, kwargs)
 
+    def exchange_state_dict(self) -> dict[str, Any]:
+        """Return the state of the exchange of gradients between the copies of the model. Every rank must call it."""
+        return {} if self._inside is None else self._inside.exchange_state_dict()
+
+    def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what :meth:`exchange_state_dict` returned on this rank. Every rank must call it."""
+        if self._inside is not None:
+            self._inside.load_exchange_state_dict(saved)
+        elif saved:  # a pipeline chooses its stages in its first forward
+            self.__dict__["_saved_exchange"] = saved
+
+    def draw_alike(self) -> None:
+        """Give the ranks that hold one copy of the model the same random numbers from now on. Each must call it."""
+        draw_alike(self.__dict__["_divided"].axes, next(self.module.parameters()).device)
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backwards leave gradients on their ranks; see ``DistributedDataParallel.no_sync``."""
         return contextlib.nullcontext() if self._inside is None else self._inside.no_sync()
@@ -115,6 +130,8 @@ class PreparedParallel(StandsForModule):
         """Hand the gradients of a pipeline's backward to the reducer. See [Note: data parallelism around a divided model]."""
         if self._inside is None:
             self.__dict__["_divided"].inside = self.__dict__["_make_inside"]()
+            if (saved := self.__dict__.pop("_saved_exchange", None)) is not None:
+                self.load_exchange_state_dict(saved)
         inside = self._inside
         assert inside is not None
         if not inside.require_backward_grad_sync:
