@@ -140,9 +140,7 @@ class PreparedParallel(StandsForModule):
         gradients = [p.grad for p in trained]
         for parameter in trained:
             parameter.grad = None
-        with torch.enable_grad():
-            inside._pre_forward()
-            inside._post_forward(())
+        inside.take_up_changes()
         if inside.reducer is not None:
             inside.reducer.expect_backward()  # which goes through no graph of a forward
         torch.autograd.backward(trained, gradients)
