@@ -83,7 +83,8 @@ class GPipe:
         assert group is not None, "a pipeline has several ranks"
         self.model, self.group = model, group
         self.num_microbatches = num_microbatches or 4 * group.size()
-        self.plans = StagePlans(model, group, cut, schedule, stages_per_rank(schedule, group.size(), cut))
+        count = stages_per_rank(schedule, group.size(), cut)
+        self.plans = StagePlans(model, group, cut, schedule, count, self.num_microbatches, axes.everyone)
         self.num_steps, self._loss = 0, loss
         self.at_backward_end: Callable[[], None] | None = None
         self.statistics = BatchStatistics([model])

@@ -14,15 +14,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...errors import UsageError, explain
+from ...world import current
+from ...world.machine import available_bytes
 from ..division import disown
 from ..random import Draws
 from .blocks import find_units
+from .cut import CallCost, balance, measure, table
 from .deferred import DeferredWeights
 from .forwards.calls import ObservedForward, Routes, observe, route
 from .forwards.outputs import UnitOutputs
 from .forwards.stage import Microbatch, Stage
 from .microbatches import with_rows
 from .runtime import PipelineRuntime
+from .schedule import most_in_flight
 
 _log = logging.getLogger("guozhuang")
 
@@ -49,6 +53,8 @@ class StagePlans:
         cut: the calls at which a new stage begins; None: chosen.
         schedule: the name of the schedule.
         stages_per_rank: number of stages of each rank.
+        num_microbatches: into how many parts a batch is cut.
+        everyone: all ranks of the layout, which cut alike.
 
     Attributes:
         units: the units of the model, by name.
@@ -56,6 +62,7 @@ class StagePlans:
         owners: the ranks of the group that hold each parameter, by its name, once the model is divided.
         shared: the parameters that this rank and others hold, with those ranks.
         draws: the random operations of each of this rank's stages, by its number.
+        costs: of the calls, as measured; empty if the cut was made by hand.
         at_cut: called once on every rank when the parameters of other ranks were freed.
     """
 
@@ -66,8 +73,12 @@ class StagePlans:
         cut: Sequence[str] | None,
         schedule: str,
         stages_per_rank: int,
+        num_microbatches: int,
+        everyone: dist.ProcessGroup,
     ) -> None:
-        self.model, self.group = model, group
+        self.model, self.group, self._everyone = model, group, everyone
+        self._num_microbatches = num_microbatches
+        self.costs: list[CallCost] = []
         self._cut, self._schedule, self._stages_per_rank = cut, schedule, stages_per_rank
         self.num_stages = group.size() * stages_per_rank
         self.units = find_units(model, self.num_stages)
@@ -99,7 +110,7 @@ class StagePlans:
         if key not in self._plans:
             calls = self._observed(microbatch)
             if not self._stage_of:
-                self._divide(calls)
+                self._divide(calls, microbatch)
             stage_of = self._stages(calls)
             lost = sorted(name for name in calls.parameters if len(self.owners[name]) < self.group.size())
             if lost:
@@ -144,10 +155,10 @@ class StagePlans:
         told = tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         return str(spec), told, self.model.training, torch.is_grad_enabled(), runs_tail
 
-    def _divide(self, calls: ObservedForward) -> None:
+    def _divide(self, calls: ObservedForward, microbatch: Microbatch) -> None:
         """Choose the stage of each call, and free the parameters that this rank does not need."""
         names = [call.name for call in calls.calls]
-        starts = self._starts(names, calls)
+        starts = self._starts(names) if self._cut is not None else self._chosen(names, microbatch)
         for i, name in enumerate(names):
             self._stage_of[name] = sum(i >= start for start in starts)
         size = self.group.size()
@@ -178,14 +189,39 @@ class StagePlans:
                 own = [name for name in names if self._stage_of[name] == i]
                 _log.info("stage %d of %d: %s to %s", i, self.num_stages, own[0], own[-1])
 
-    def _starts(self, names: Sequence[str], calls: ObservedForward) -> list[int]:
-        """Return the place, among the calls, of the first call of each stage but the first."""
+    def _chosen(self, names: Sequence[str], microbatch: Microbatch) -> list[int]:
+        """Measure the calls on the first stage's ranks, and return the places of the best cut, the same on all ranks."""
         if len(names) < self.num_stages:
             what = f"the model's forward makes {len(names)} calls between which it can be cut, for {self.num_stages} stages"
             raise UsageError(explain(what, value=list(names), fix="use fewer ranks along pp"))
-        if self._cut is None:
-            costs = [1.0 + sum(p.numel() for p in self.units[call.unit].parameters()) for call in calls.calls]
-            return balance(costs, self.num_stages)
+        told: list[Any] = [None]
+        if self.group.rank() == 0:  # other axes divide operations, which all of their ranks have to take part in
+            told = [(measure(self.model, self.units, microbatch), available_bytes())]
+        dist.broadcast_object_list(told, group=self._everyone, group_src=0)
+        self.costs, available = told[0]
+        if [cost.name for cost in self.costs] != list(names):
+            what = "the model's forward calls other modules with real inputs than without values"
+            different = [cost.name for cost in self.costs if cost.name not in names] or ["their order"]
+            raise UsageError(explain(what, value=different[0], fix="name the places with cut=[...]"))
+        # Until now each rank holds the whole model; what it frees is there too.
+        world = current()
+        limit = available / (world.local_size if world is not None else 1)
+        limit += sum(p.numel() * p.itemsize for p in self.model.parameters())
+        p, m, v = self.group.size(), self._num_microbatches, self._stages_per_rank
+        in_flight = [-(-most_in_flight(self._schedule, p, m, i % p, v) // v) for i in range(self.num_stages)]
+        try:
+            starts = balance(self.costs, self.num_stages, in_flight, limit / v)
+        except UsageError as error:
+            starts = balance(self.costs, self.num_stages)
+            if self._everyone.rank() == 0:
+                _log.warning("%s", error)
+        if self._everyone.rank() == 0:
+            _log.info("stages, as measured on rank 0:\n%s", table(self.costs, starts, in_flight))
+        return starts
+
+    def _starts(self, names: Sequence[str]) -> list[int]:
+        """Return the place, among the calls, of the first call of each stage but the first, as asked for by hand."""
+        assert self._cut is not None
         if len(self._cut) != self.num_stages - 1:
             what = f"cut names where a new stage begins: {self.num_stages - 1} for {self.num_stages} stages"
             raise UsageError(explain(what, value=list(self._cut), fix=f"choose among: {', '.join(names[1:])}"))
@@ -219,27 +255,6 @@ class StagePlans:
                 known = later[0]
             stage = found[call.name] = known
         return found
-
-
-def balance(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Return where to cut a row of costs into contiguous parts, none empty, so that the largest part costs least.
-
-    Returns:
-        The place of the first element of each part but the first.
-    """
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    best: list[tuple[float, tuple[int, ...]]] = [(total, ()) for total in sums]
-    for part in range(1, num_parts):
-        best = [
-            min(
-                ((max(best[i][0], sums[j] - sums[i]), (*best[i][1], i)) for i in range(part, j)),
-                default=(float("inf"), ()),
-            )
-            for j in range(len(sums))
-        ]
-    return list(best[-1][1])
 
 
 def without_caches(model: nn.Module) -> Mapping[int, Any]:

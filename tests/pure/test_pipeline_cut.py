@@ -1,0 +1,89 @@
+"""The cut of a model into stages is the best one for its costs, fits into memory, and costs are measured."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from guozhuang.errors import UsageError
+from guozhuang.parallel.pipeline.blocks import find_units
+from guozhuang.parallel.pipeline.cut import CallCost, balance, measure, table
+from guozhuang.parallel.pipeline.forwards.stage import Microbatch
+
+
+def _slowest(costs: list[CallCost], starts: list[int]) -> float:
+    return max(sum(c.seconds for c in costs[a:b]) for a, b in itertools.pairwise([0, *starts, len(costs)]))
+
+
+def _costs(*seconds: float) -> list[CallCost]:
+    return [CallCost(str(i), each) for i, each in enumerate(seconds)]
+
+
+# In units of a layer: GPT-2's head of 50257 words is as much as 5.4 layers.
+MODELS = {
+    "GPT-2 on 2": (_costs(0.1, *[1.0] * 12, 5.4), 2, 9.1),
+    "GPT-2 on 4": (_costs(0.1, *[1.0] * 12, 5.4), 4, 5.4),
+    "30 layers and a head on 4": (_costs(0.2, *[1.0] * 30, 2.0), 4, 8.2),
+    "BERT-base on 4": (_costs(0.15, *[1.0] * 12, 0.05), 4, 3.15),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_known_models_are_cut_best(name: str) -> None:
+    costs, num_stages, best = MODELS[name]
+    assert _slowest(costs, balance(costs, num_stages)) == pytest.approx(best, rel=0.03)
+
+
+def test_the_slowest_stage_is_as_fast_as_of_any_cut() -> None:
+    draw = random.Random(7)
+    for _ in range(60):
+        costs = _costs(*(draw.choice([0.0, 1.0, draw.random(), 9 * draw.random()]) for _ in range(draw.randint(2, 9))))
+        num_stages = draw.randint(1, min(4, len(costs)))
+        starts = balance(costs, num_stages)
+        assert len({0, *starts}) == num_stages and starts == sorted(starts)
+        every = itertools.combinations(range(1, len(costs)), num_stages - 1)
+        assert _slowest(costs, starts) == min(_slowest(costs, list(each)) for each in every)
+
+
+def test_stages_fit_into_memory() -> None:
+    costs = [CallCost(str(i), 1.0, 100 if i else 900, 10) for i in range(8)]
+    assert balance(costs, 2) == [4]
+    # 4 bytes for each of the parameters, and what is saved of 2 microbatches, then of 1.
+    assert balance(costs, 2, [2, 1], 4 * 900 + 4 * 100 + 2 * 20) == [2]
+    with pytest.raises(UsageError, match=r"no cut into 2 stages fits into 0\.00 GB a rank") as caught:
+        balance(costs, 2, [2, 1], 1000)
+    assert table(costs, [4], [2, 1]) in str(caught.value)
+
+
+class Uneven(nn.Module):
+    """The last of its layers is 64 times as much work as each other; one has running statistics, one draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.norm, self.drop, self.head = nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 4096)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer in self.layers:
+            rows = layer(rows).relu_()
+        return self.head(self.drop(self.norm(rows)))
+
+
+def test_costs_are_measured_and_nothing_changes() -> None:
+    torch.manual_seed(0)
+    model, rows = Uneven(), torch.randn(256, 64)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    state = torch.get_rng_state()
+    found = {
+        cost.name: cost for cost in measure(model, find_units(model, 2), Microbatch(0, (rows,), {}, slice(0, 256), 256))
+    }
+    assert list(found) == [*(f"layers.{i}" for i in range(4)), "norm", "drop", "head"]
+    assert found["head"].seconds > found["layers.1"].seconds > 0
+    assert found["layers.0"].parameter_bytes == 4 * (64 * 64 + 64)
+    assert found["layers.0"].saved_bytes == rows.nbytes
+    assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
