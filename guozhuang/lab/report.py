@@ -10,7 +10,7 @@ from pathlib import Path
 from guozhuang import units
 from guozhuang.lab import plots
 from guozhuang.lab.results import FINAL_LOSS_STEPS, Results, to_json
-from guozhuang.lab.table import largest_batch
+from guozhuang.lab.table import STAGE_HEADINGS, largest_batch, stage_lines
 from guozhuang.lab.verdict import Verdict, judge
 from guozhuang.records import write_bytes, write_text
 
@@ -72,6 +72,8 @@ def html(results: Results, verdict: Verdict, pictures: Mapping[str, plots.Pictur
         plots=pictures,
         sources=_sources(results),
         largest_batch=largest_batch(results),
+        stage_headings=STAGE_HEADINGS,
+        stage_lines=stage_lines,
         on_device=any(rank.peak_device_bytes is not None for rank in ranks),
         whole_life=any(rank.peak_whole_life for rank in ranks),
         final_loss_steps=FINAL_LOSS_STEPS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from guozhuang import records
@@ -47,6 +47,18 @@ class Phases:
 
 
 @dataclass(frozen=True)
+class StageRecord:
+    """One stage of a pipeline in one run, as ``StageTimes`` of parallel/pipeline/plan.py; times in seconds, of one step."""
+
+    number: int
+    rank: int
+    first: str
+    last: str
+    predicted_s: float | None
+    busy_s: float
+
+
+@dataclass(frozen=True)
 class RankRecord:
     """The measurements of one rank in one run; times in seconds, sizes in bytes.
 
@@ -73,6 +85,7 @@ class RankRecord:
         backend: the backend of this rank's collectives; empty in a strategy of one process, which has none.
         num_batch_norms: the model's batch normalization layers whose statistics are those of one rank's samples alone.
         noise_scale: the gradient noise scale in samples at the end of the run; None where it was not measured.
+        stages: the stages of a pipeline that this rank computed.
     """
 
     rank: int
@@ -96,6 +109,7 @@ class RankRecord:
     backend: str = ""
     num_batch_norms: int = 0
     noise_scale: float | None = None
+    stages: tuple[StageRecord, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -245,6 +259,16 @@ class StrategyRow:
     def machine_bytes(self) -> float | None:
         """Return the main memory of all ranks together, shared pages counted once: the sum of PSS, median over the rounds."""
         return self._median(lambda r: r.pss_bytes, sum)
+
+    @property
+    def stages(self) -> list[StageRecord]:
+        """Return the stages of a pipeline, each with the mean time over its copies, in the round of median speed."""
+        ordered = sorted(self.rounds, key=lambda r: r.samples_per_s)
+        found: dict[int, list[StageRecord]] = {}
+        for rank in ordered[(len(ordered) - 1) // 2].ranks:
+            for stage in rank.stages:
+                found.setdefault(stage.number, []).append(stage)
+        return [replace(same[0], busy_s=statistics.fmean(s.busy_s for s in same)) for _, same in sorted(found.items())]
 
     @property
     def ranks_identical(self) -> bool | None:

@@ -44,6 +44,12 @@ def show(console: Console, results: Results, verdict: Verdict, report: Path) -> 
             style = "bold" if row.name == verdict.recommended else "" if row.trains else "dim"
             table.add_row(units.wrapped_name(row.title, most), *cells, style=style)
         console.print(table)
+    for row in rows:
+        if row.stages:
+            table = units.terminal_table(f"Stages of {row.title}, ms a step", ["stage", *STAGE_HEADINGS], 2)
+            for cells in stage_lines(row):
+                table.add_row(*cells)
+            console.print(table)
     for row in results.rows:
         if row.failure is not None:
             console.print(Text.assemble((f"{row.name} failed", "bold red"), ": ", short(row.failure.cause, 400)))
@@ -99,6 +105,24 @@ def _step(rows: Sequence[StrategyRow]) -> _Content:
         parts = (phases.data_s, phases.forward_s, phases.backward_s, phases.exchange_s, phases.optimizer_s)
         lines.append([units.milliseconds(part) for part in (phases.step_s, *parts)])
     return "How a step divides, ms", headings, lines
+
+
+#: The columns after the number of the stage.
+STAGE_HEADINGS = ("parts of the model", "predicted", "computing", "idle")
+
+
+def stage_lines(row: StrategyRow) -> list[list[str]]:
+    """Return the cells of a table of a pipeline's stages: number, parts, predicted and measured time, idle share."""
+    busy: dict[int, float] = {}
+    for stage in row.stages:
+        busy[stage.rank] = busy.get(stage.rank, 0.0) + stage.busy_s
+    found = []
+    for stage in row.stages:
+        parts = stage.first if stage.first == stage.last else f"{stage.first} {units.DASH} {stage.last}"
+        times = [units.milliseconds(each) for each in (stage.predicted_s, stage.busy_s)]
+        idle = 1 - busy[stage.rank] / (row.phases.step_s - row.phases.optimizer_s)
+        found.append([str(stage.number), parts, *times, units.percent(max(idle, 0.0))])
+    return found
 
 
 def _cost(results: Results, rows: Sequence[StrategyRow]) -> _Content:

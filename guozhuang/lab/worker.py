@@ -29,7 +29,7 @@ from guozhuang.errors import UsageError
 from guozhuang.exchange.allreduce import AllReduce
 from guozhuang.exchange.noise_scale import NoiseMeter, NoiseScale
 from guozhuang.lab import measure
-from guozhuang.lab.results import Phases, RankRecord
+from guozhuang.lab.results import Phases, RankRecord, StageRecord
 from guozhuang.records import build, write_text
 from guozhuang.sharding.whole import full, full_weights, is_divided, load_whole
 from guozhuang.timeline import Timeline
@@ -209,6 +209,7 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
     whole_life = not measure.reset_peak_memory(here.device)
     _wait_for_all(here)
     sent_before = measure.tcp_sent_bytes() if here.device.type == "cpu" else None
+    stages_before = _stages(trainer)
     trainer.clock.wait()
     start = time.perf_counter()
     for number in range(spec.num_steps):
@@ -246,8 +247,20 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         batch_size=trainer.batch_size // here.layout.model_size,
         backend=str(torch.distributed.get_backend()) if here.size > 1 else "",
         noise_scale=trainer.noise_scale(),
+        stages=tuple(
+            StageRecord(
+                now.number, now.rank, now.first, now.last, now.predicted_s, (now.busy_s - was.busy_s) / spec.num_steps
+            )
+            for now, was in zip(_stages(trainer), stages_before, strict=True)
+        ),
         num_batch_norms=sum(_is_own_batch_norm(module) for module in trainer.bare.modules()),
     )
+
+
+def _stages(trainer: _Trainer) -> list[Any]:
+    """Return the stages of a pipeline on this rank; none under other strategies."""
+    found = getattr(type(trainer.model), "stage_times", None)
+    return found(trainer.model) if found is not None else []
 
 
 def _is_own_batch_norm(module: torch.nn.Module) -> bool:

@@ -34,8 +34,10 @@ class Pipe(Protocol):
         at_backward_end: called once on every rank when the backward through the pipe has ended, and gradients of parameters
             that several stages hold have been added up; None: nothing is.
         at_cut: called once on every rank when the stages have been chosen and parameters of other stages were emptied.
+        plans: knows the stages and, by ``times()``, how long they take.
     """
 
+    plans: Any
     at_backward_end: Callable[[], None] | None
     at_cut: Callable[[], None] | None
 

@@ -42,6 +42,7 @@ from .prepared import StandsForModule, plain_step
 from .ways import Setup, WithExchange, device_ids, several
 
 if TYPE_CHECKING:
+    from ..parallel.pipeline.plan import StageTimes
     from .table import Strategy
 
 _COMPARED_BATCHES = 2
@@ -106,6 +107,12 @@ class PreparedParallel(StandsForModule):
             self._compare(args, kwargs)
             return divided.pipe.step(*args, **kwargs)
         return plain_step(self, loss, args, kwargs)
+
+    def stage_times(self) -> list[StageTimes]:
+        """Return the stages of a pipeline on this rank, and their times; none without a pipeline, or before its first batch."""
+        divided: Divided = self.__dict__["_divided"]
+        found: list[StageTimes] = divided.pipe.plans.times() if divided.pipe is not None else []
+        return found
 
     def exchange_state_dict(self) -> dict[str, Any]:
         """Return the state of the exchange of gradients between the copies of the model. Every rank must call it."""

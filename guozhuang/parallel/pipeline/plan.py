@@ -44,6 +44,27 @@ class StagePlan:
     runtime: PipelineRuntime
 
 
+@dataclass(frozen=True)
+class StageTimes:
+    """What a stage of this rank holds, and how long it takes; times in seconds.
+
+    Attributes:
+        number: the number of the stage.
+        rank: the index of its rank along pp.
+        first: the name of the first call in it.
+        last: the name of the last one.
+        predicted_s: what the cut expected of a batch, forward and backward; None where it was made by hand.
+        busy_s: how long this rank has computed for the stage, since the first batch.
+    """
+
+    number: int
+    rank: int
+    first: str
+    last: str
+    predicted_s: float | None
+    busy_s: float
+
+
 class StagePlans:
     """Divides a model into stages with its first batch. Every rank of the pipeline must make the same calls.
 
@@ -132,6 +153,17 @@ class StagePlans:
             )
             self._plans[key] = StagePlan(routes, runtime)
         return self._plans[key]
+
+    def times(self) -> list[StageTimes]:
+        """Return the stages of this rank with their times; none before the model is divided."""
+        found = []
+        for stage in self.draws if self._stage_of else ():
+            names = [name for name, owner in self._stage_of.items() if owner == stage]
+            costs = [cost.seconds for cost in self.costs if cost.name in names]
+            predicted_s = sum(costs) * self._num_microbatches if costs else None
+            busy_s = sum(plan.runtime.busy_s[stage] for plan in self._plans.values())
+            found.append(StageTimes(stage, self.group.rank(), names[0], names[-1], predicted_s, busy_s))
+        return found
 
     def _weights(self) -> DeferredWeights:
         if self._deferred is None:

@@ -8,7 +8,8 @@ of as many microbatches are held as the schedule has in flight. Gradients that c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,6 +111,7 @@ class PipelineRuntime:
     Attributes:
         most_in_flight: of how many microbatches this rank has held activations at most.
         transfers: the messages of this rank.
+        busy_s: by stage, for how many seconds this rank has computed for it; of an accelerator, has launched its kernels.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class PipelineRuntime:
         self.weights = weights
         self.transfers = StageTransfers(group, lambda stage: stage % self.size, torch.device(device))
         self.most_in_flight = 0
+        self.busy_s = dict.fromkeys(self.stages, 0.0)
         self._schedules: dict[int, PipelineSchedule] = {}
         self._bounds: dict[int, int] = {}
         self._num_runs = 0
@@ -151,6 +154,13 @@ class PipelineRuntime:
     def bound(self, num_microbatches: int) -> int:
         """Return of how many microbatches a rank holds activations at most, counted in each of its stages."""
         return self._bounds[num_microbatches]
+
+    @contextlib.contextmanager
+    def computing(self, stage: int) -> Iterator[None]:
+        """Count the time in this context as time that a stage has computed."""
+        began_s = time.perf_counter()
+        yield
+        self.busy_s[stage] += time.perf_counter() - began_s
 
     def begin(self, microbatches: Sequence[Any]) -> PipelineRun:
         """Begin with a batch, cut into microbatches; several batches may be between their forward and their backward."""
@@ -275,7 +285,7 @@ class PipelineRun:
                 entered: Any = _Entrance.apply(torch.empty(0, requires_grad=True), (held, places))  # type: ignore[no-untyped-call]
                 for (source, i), tensor in zip(places, entered, strict=True):
                     received[source][i] = tensor
-        with self._weights_later(stage, k):
+        with runtime.computing(stage), self._weights_later(stage, k):
             out = runtime.stages[stage].forward(self._microbatches[k], received)
         assert sorted(out.sends) == runtime.destinations[stage], f"stage {stage} sends to {sorted(out.sends)}"
         for target, tensors in out.sends.items():
@@ -311,7 +321,7 @@ class PipelineRun:
             gradients += their_gradients
         if roots:
             around = runtime.stages[stage].around_backward(self._microbatches[k])
-            with self._weights_later(stage, k), around, self._around_backwards():
+            with runtime.computing(stage), self._weights_later(stage, k), around, self._around_backwards():
                 torch.autograd.backward(roots, gradients)
         del self._held[stage, k], roots, gradients
         runtime.transfers.release([StageMessage(GRADIENTS, target, stage, k) for target in held.sends])
@@ -333,4 +343,6 @@ class PipelineRun:
 
     def _compute_next_weights(self) -> None:
         assert self._runtime.weights is not None, "a schedule with divided backwards needs weights="
-        self._runtime.weights.compute(self._weights_left.pop(0))
+        place = self._weights_left.pop(0)
+        with self._runtime.computing(place[0]):
+            self._runtime.weights.compute(place)
