@@ -32,11 +32,20 @@ def divide_space(model: nn.Module, axes: Axes) -> Around:
     Gradients of parameters are this rank's share: their mean over the ranks of the axis is the whole model's.
 
     Raises:
-        UsageError: the model has no convolution, or a ``SyncBatchNorm``.
+        UsageError: the model has no convolution, or a ``SyncBatchNorm``; or the layout has stages or divided sequences too.
     """
     group = axes.group("space")
     if group is None:
         return Around(lambda args, kwargs: (args, dict(kwargs)), lambda result: result)
+    for other in ("pp", "sequence"):
+        if axes.size(other) > 1:
+            raise UsageError(
+                explain(
+                    f"space and {other} cannot divide one model together",
+                    value=str(axes.layout),
+                    fix="leave one of the two out of the layout; dp and tp go with space",
+                )
+            )
     region = Region(group, _num_dims(model))
     names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if names:
