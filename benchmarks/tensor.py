@@ -137,9 +137,11 @@ def measure(rank: int, n: int, port: int, names: list[str], contending: list[str
         model, loss_of, plan, num_batches = MAKERS[label]()
         contenders = [Contender(name, copy.deepcopy(model), loss_of, plan, groups) for name in contending]
         found = {contender.name: contender.gradients() for contender in contenders}
+        # Gradients that are zero but for rounding, such as those of the keys' biases, are held against the largest one.
+        least = 1e-4 * max(float(value.norm()) for value in found[contending[0]].values())
         errors = {
             name: max(
-                float((own[key] - value).norm() / value.norm().clamp_min(1e-9)) for key, value in found["one"].items()
+                float((own[key] - value).norm() / value.norm().clamp_min(least)) for key, value in found["one"].items()
             )
             for name, own in found.items()
             if "one" in found
