@@ -45,6 +45,10 @@ class Pipe(Protocol):
         """Run the model's forward on a whole batch. Every rank of the pipeline must call it, with equal arguments."""
         ...
 
+    def train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, loss: Callable[..., Any]) -> Tensor:
+        """Do what :meth:`step` does with another loss: ``loss(outputs, targets)`` for some rows of both."""
+        ...
+
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run forward, loss and backward of a whole batch, and return its mean loss, detached. Every rank must call it."""
         ...

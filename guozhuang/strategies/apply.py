@@ -22,7 +22,7 @@ from guozhuang.registry import registry
 from guozhuang.sharding.prepared import EqualBuffers
 from guozhuang.strategies.prepared import StandsForModule, StepOf, warn_of_differences
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
-from guozhuang.strategies.ways import PreparedPair, Setup, Sharded, several, takes_several, wraps_in_ddp
+from guozhuang.strategies.ways import PlainStep, PreparedPair, Setup, Sharded, several, takes_several, wraps_in_ddp
 from guozhuang.timeline import Timeline
 from guozhuang.world import (
     Layout,
@@ -162,9 +162,10 @@ def prepare_unseen(
         found = prepare_divided(model, stepped, setup, chosen)
     if isinstance(optimizer, list | tuple):
         made = found[1] if isinstance(found[1], tuple) else (found[1], *optimizers[1:])
-        found = PreparedPair(
-            found[0], made, found.step if isinstance(found, PreparedPair) and found.owns_step else None
-        )
+        if isinstance(found, PreparedPair) and not isinstance(found.step, PlainStep):
+            found = PreparedPair(found[0], made, found.step, is_callable=not found.owns_step)
+        else:
+            found = PreparedPair(found[0], made)
     prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
     _give_step(prepared[0], setup.wishes.get("loss"))
     for each in several(prepared[1]):

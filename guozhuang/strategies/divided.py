@@ -31,7 +31,7 @@ from ..groups.subgroups import timeout_s
 from ..optim.divided import DividedOptimizer
 from ..parallel.axes import make_axes
 from ..parallel.division import division_of
-from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model, draw_alike
+from ..parallel.prepare import Divided, Pipe, Wishes, check_wishes, divide_model, draw_alike
 from ..parallel.state import fit_state, gather_optimizer_states
 from ..sharding.elementwise import needs_whole_tensors
 from ..units import listed
@@ -39,7 +39,7 @@ from ..weights.equal_start import broadcast_tensors
 from ..world.layout import DATA_AXES, MODEL_AXES
 from . import ways
 from .prepared import StandsForModule, plain_step
-from .ways import Setup, WithExchange, device_ids, several
+from .ways import PreparedPair, Setup, WithExchange, device_ids, several
 
 if TYPE_CHECKING:
     from ..parallel.pipeline.plan import StageTimes
@@ -186,7 +186,7 @@ def _digest(leaf: object) -> str:
     return f"{kind} with checksum {zlib.crc32(values.view(torch.uint8).numpy().data) if values.numel() else 0:08x}"
 
 
-def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Strategy) -> tuple[nn.Module, Any]:
+def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Strategy) -> PreparedPair:
     """Prepare a model for a layout that divides it, with ``chosen`` between its copies. Every rank must call it.
 
     Args:
@@ -223,14 +223,14 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
         for each in several(sharded):
             each.peers = peers  # type: ignore[attr-defined]
             gather_optimizer_states(each)
-        return PreparedParallel(found, None, wishes.loss), sharded
+        return _pair(PreparedParallel(found, None, wishes.loss), sharded, found, wishes)
     exchange = None
     if group is not None and isinstance(chosen.prepare, WithExchange):
         exchange, optimizer = chosen.prepare.make(optimizer)
     made = tuple(DividedOptimizer(each, peers) for each in several(optimizer))
     stepped = made if isinstance(optimizer, tuple) else made[0]
     if group is None:
-        return PreparedParallel(found, None, wishes.loss), stepped
+        return _pair(PreparedParallel(found, None, wishes.loss), stepped, found, wishes)
 
     def inside() -> DistributedDataParallel:
         foreign = [n for n, p in model.named_parameters() if (d := division_of(p)) is not None and not d.is_owned]
@@ -241,7 +241,68 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
             made.use_exchange(exchange)
         return made
 
-    return PreparedParallel(found, inside, wishes.loss), stepped
+    return _pair(PreparedParallel(found, inside, wishes.loss), stepped, found, wishes)
+
+
+class _Inputs(Exception):
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.args_and_kwargs = args, kwargs
+
+
+def inputs_of(loss_fn: Callable[[Any, Any], Tensor], batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what the loss function gives to the model."""
+
+    def called(*args: Any, **kwargs: Any) -> NoReturn:
+        raise _Inputs(args, kwargs)
+
+    try:
+        loss_fn(called, batch)
+    except _Inputs as found:
+        return found.args_and_kwargs
+    raise UsageError(explain("the loss function did not call the model", fix="call model(...) in it, once"))
+
+
+class PipelineStep:
+    """The step of a pipeline whose schedule computes the loss of each microbatch. See [Note: who owns the step] in ways.py.
+
+    Args:
+        pipe: the model in stages.
+        optimizers: what is stepped.
+    """
+
+    def __init__(self, pipe: Pipe, optimizers: Sequence[Optimizer]) -> None:
+        self._pipe, self._optimizers = pipe, optimizers
+
+    def __call__(
+        self,
+        batch: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        passed: Callable[[str], object] = lambda part: None,
+    ) -> Tensor:
+        """Train on one batch; see ``Step``."""
+        args, kwargs = inputs_of(loss_fn, batch)
+
+        def loss(output: Any, part: Any) -> Any:
+            return loss_fn(lambda *args, **kwargs: output, part)
+
+        found = self._pipe.train(args, kwargs, batch, loss)
+        passed("forward")
+        passed("backward")
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        passed("optimizer")
+        return found
+
+
+def _pair(prepared: PreparedParallel, optimizer: Any, divided: Divided, wishes: Wishes) -> PreparedPair:
+    """Return what ``prepare`` does; its step follows the schedule, if that is another one than the script's own loop has."""
+    if divided.pipe is None or divided.around or wishes.loss is None or wishes.schedule == "gpipe":
+        return PreparedPair(prepared, optimizer)
+    return PreparedPair(prepared, optimizer, PipelineStep(divided.pipe, several(optimizer)), is_callable=True)
 
 
 def _check_steps(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -20,6 +20,7 @@ from ..parallel.axes import make_axes
 from ..parallel.division import disown
 from ..parallel.pipeline.blocks import find_blocks
 from ..world.layout import Layout
+from .divided import inputs_of
 from .ways import PreparedPair, Setup
 
 _MICROBATCHES_PER_RANK = 4
@@ -132,7 +133,7 @@ class TorchPipelineStep:
         passed: Callable[[str], object] = lambda part: None,
     ) -> Tensor:
         """Train on one batch; see ``Step``."""
-        args, kwargs = _inputs_of(loss_fn, batch)
+        args, kwargs = inputs_of(loss_fn, batch)
         rows = next(each.shape[0] for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor))
         if self._schedule is None:
             self._schedule = self._make(args, kwargs, rows)
@@ -219,25 +220,6 @@ class _TrainedByStep(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         what = "torch-pipeline owns the training step, so the model cannot be called"
         raise UsageError(explain(what, fix="train by prepared.step(batch, loss_fn), or choose the strategy pipeline"))
-
-
-class _Inputs(Exception):
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.args_and_kwargs = args, kwargs
-
-
-def _inputs_of(loss_fn: Callable[[Any, Any], Tensor], batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what the loss function gives to the model."""
-
-    def called(*args: Any, **kwargs: Any) -> NoReturn:
-        raise _Inputs(args, kwargs)
-
-    try:
-        loss_fn(called, batch)
-    except _Inputs as found:
-        return found.args_and_kwargs
-    raise UsageError(explain("the loss function did not call the model", fix="call model(...) in it, once"))
 
 
 def _below(module: nn.Module, path: str) -> Any:

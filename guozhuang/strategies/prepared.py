@@ -213,17 +213,18 @@ def plain_step(model: nn.Module, loss: Callable[..., Any], args: tuple[Any, ...]
 
     Args:
         model: the prepared model.
-        loss: ``loss(outputs, targets)``.
+        loss: ``loss(outputs, targets)``: a mean, or a sum and a count.
         args: the model's arguments, and last the targets.
         kwargs: the model's keyword arguments.
     """
     if not args:
         what = "model.step() takes the model's inputs, and last the targets"
         raise UsageError(explain(what, value=args, fix="call model.step(x, y)"))
-    found: Any = loss(model(*args[:-1], **kwargs), args[-1])
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        what = "the loss function must return a tensor of one element"
-        raise UsageError(explain(what, value=found, fix="return the mean loss"))
+    from ..parallel.pipeline.shares import value_of  # imported only when needed
+
+    found, count = value_of(loss(model(*args[:-1], **kwargs), args[-1]))
+    if count is not None:
+        found = found / count
     found.backward()
     return found.detach()
 

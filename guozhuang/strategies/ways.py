@@ -115,7 +115,8 @@ class PreparedPair(tuple[nn.Module, Any]):
     Args:
         model: the model to be called in place of the user's.
         optimizer: the optimizer to be stepped in place of the user's; a tuple if the user gave several.
-        step: the step of a strategy that owns it; None for a strategy that leaves the step to the script.
+        step: the step of a strategy that has one; None for a plain one.
+        is_callable: whether the model can be called too, so that the script may as well train it by its own loop.
 
     Attributes:
         step: trains on one batch, under any strategy.
@@ -126,11 +127,16 @@ class PreparedPair(tuple[nn.Module, Any]):
     owns_step: bool
 
     def __new__(
-        cls, model: nn.Module, optimizer: Optimizer | tuple[Optimizer, ...], step: Step | None = None
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer | tuple[Optimizer, ...],
+        step: Step | None = None,
+        *,
+        is_callable: bool = False,
     ) -> PreparedPair:
         """Make the tuple; without ``step``, a plain forward, backward and optimizer step is used."""
         made = super().__new__(cls, (model, optimizer))
-        made.step, made.owns_step = step or PlainStep(model, optimizer), step is not None
+        made.step, made.owns_step = step or PlainStep(model, optimizer), step is not None and not is_callable
         return made
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from guozhuang.errors import UsageError
 from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.pipeline import divide_pipeline
+from guozhuang.strategies.divided import PipelineStep
 from guozhuang.world.layout import Layout
 from tests.threads.ranks import GENERATOR, run_threads
 
@@ -152,6 +153,33 @@ def _normed(rank: int, size: int, schedule: str) -> Any:
 @pytest.mark.parametrize("schedule", (pytest.param("1f1b", marks=pytest.mark.slow), "zero-bubble"))
 def test_batches_are_normalized_by_microbatch(schedule: str) -> None:
     run_threads(_normed, 2, schedule)
+
+
+def _with_a_batch(rank: int, size: int) -> Any:
+    model, words, labels = _made(Tagger)
+    pipe = divide_pipeline(model, make_axes(Layout(pp=size)), num_microbatches=4, loss=masked_mean)
+    step = PipelineStep(pipe, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    parts: list[str] = []
+    batch = {"words": words, "labels": labels}
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        return masked_mean(model(batch["words"], scale=2.0), batch["labels"])
+
+    return torch.stack([step(batch, loss_of, passed=parts.append) for _ in range(2)]), parts
+
+
+def test_a_step_on_a_batch_follows_the_schedule() -> None:
+    model, words, labels = _made(Tagger)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        losses.append(masked_mean(model(words, scale=2.0), labels))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for got, parts in run_threads(_with_a_batch, 2):
+        torch.testing.assert_close(got, torch.stack(losses).detach(), rtol=1e-9, atol=0)
+        assert parts == ["forward", "backward", "optimizer"] * 2
 
 
 def _refused(rank: int, size: int) -> None:

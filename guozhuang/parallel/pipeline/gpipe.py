@@ -10,7 +10,7 @@ in between, as in GPipe (Huang et al., "GPipe: Efficient Training of Giant Neura
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,7 +140,11 @@ class GPipe:
         if not args:
             what = "model.step(...) takes the model's inputs and then the targets"
             raise UsageError(explain(what, fix="call model.step(x, y)"))
-        return train_batch(self, args[:-1], kwargs, args[-1], self._loss)
+        return self.train(args[:-1], kwargs, args[-1], self._loss)
+
+    def train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, loss: PartLoss) -> Tensor:
+        """Do what :meth:`step` does with another loss; see ``step.py``."""
+        return train_batch(self, args, kwargs, targets, loss)
 
     def _forwards(self, plan: StagePlan, batch: _Batch) -> list[Tensor]:
         """Run the forward half, and return the outputs that the tail needs, of each microbatch in turn."""
