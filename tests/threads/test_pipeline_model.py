@@ -126,7 +126,7 @@ def sequence():
 
 
 def encoder():
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 3)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 4)
 
 
 def images(rows):
@@ -418,6 +418,17 @@ class Changing(nn.Module):
         return self.third(x) if x.sum() > 1e6 else x
 
 
+class Sequences(nn.Module):
+    """Steps of a sequence are the first dimension, and samples the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn, self.head = nn.Linear(8, 8), nn.LSTM(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.rnn(self.embed(x.view(-1, 2, 4).repeat(1, 1, 2)))[0])
+
+
 class OldCheckpoint(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -439,6 +450,7 @@ class OldCheckpoint(nn.Module):
         (ReadsData, None, "reads returns a value that depends on data and is no tensor.*'float'"),
         (Averages, None, "mean returns a tensor without a dimension for samples"),
         (Changing, ["second"], "forward called third where it was to end"),
+        (Sequences, None, r"first dimension, where rnn has steps of a sequence.*'LSTM on \(3, 2, 8\)'"),
         (OldCheckpoint, None, "activation checkpoint of the old kind"),
     ],
 )

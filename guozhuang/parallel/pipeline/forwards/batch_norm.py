@@ -60,7 +60,7 @@ class BatchStatistics:
 
     def _before(self, module: Any, inputs: Any) -> None:
         is_passed_over = isinstance(inputs[0], Tensor) and inputs[0].is_meta
-        if not module.training or not (is_passed_over or self._is_collecting or self._is_discarding):
+        if is_passed_over or not module.training or not (self._is_collecting or self._is_discarding):
             return
         self._saved[module] = (*(getattr(module, name) for name in _BUFFERS), module.momentum)
         # With a momentum of 1 the module leaves the mean and the unbiased variance of what it normalizes.
@@ -75,7 +75,7 @@ class BatchStatistics:
         *buffers, module.momentum = self._saved.pop(module)
         for name, buffer in zip(_BUFFERS, buffers, strict=True):
             setattr(module, name, buffer)
-        if self._is_collecting and not self._is_discarding and not mean.is_meta and isinstance(output, Tensor):
+        if self._is_collecting and not self._is_discarding and isinstance(output, Tensor):
             count = inputs[0].numel() // max(1, mean.numel())
             self._seen.setdefault(module, []).append((count, mean.double(), variance.double()))
 

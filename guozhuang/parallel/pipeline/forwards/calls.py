@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from ....errors import UsageError, explain
 from .intercept import intercepted
-from .outputs import UnitOutputs, filled, tensors_in
+from .outputs import UnitOutputs, filled, tensors_in, with_hooks
 
 _READS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -114,12 +114,51 @@ def observe(
             }
             for i, tensor in zeros.items():
                 sources.add(tensor, Value(name, i))
-            return filled(output, zeros, 0.0, device)
+            found = filled(output, zeros, 0.0, device)
+        return with_hooks(unit, args, kwargs, found)
 
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), intercepted(units, on_call), sources:
+    rows = next((each.shape[0] for each in tensors_in((args, dict(kwargs))) if each.dim()), 0)
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        _samples_are_first(model, rows),
+        intercepted(units, on_call),
+        sources,
+    ):
         found = model(*args, **kwargs)
+    if any(each.is_meta for each in tensors_in(found)):
+        what = "the model returns tensors that were taken from inside of its parts, which other stages compute"
+        fix = "do not ask for them (in Hugging Face models: output_attentions), or use a layout without pp"
+        raise UsageError(explain(what, value=type(found).__name__, fix=fix))
     tail = sources.of_all(tensors_in(found)) | sources.read
     return ObservedForward(tuple(calls), frozenset(tail), frozenset(sources.changed), frozenset(sources.parameters))
+
+
+@contextlib.contextmanager
+def _samples_are_first(model: nn.Module, rows: int) -> Iterator[None]:
+    """Raise if a module in which samples are the second dimension is called, in this block, with what lay first as the first.
+
+    A batch that was cut along its sequences would be computed without an error, and wrong.
+    """
+
+    def check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[0] if args else kwargs.get("query", kwargs.get("input"))
+        if isinstance(given, Tensor) and given.dim() == 3 and given.shape[0] == rows != given.shape[1]:
+            name = next(name for name, each in model.named_modules() if each is module)
+            what = f"a pipeline cuts a batch along the first dimension, where {name} has steps of a sequence, and not samples"
+            fix = "construct it with batch_first=True and let samples be the first dimension of the model's inputs"
+            raise UsageError(explain(what, value=f"{type(module).__name__} on {tuple(given.shape)}", fix=fix))
+
+    handles = [
+        module.register_forward_pre_hook(check, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and not module.batch_first
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _is_in_old_checkpoint() -> bool:

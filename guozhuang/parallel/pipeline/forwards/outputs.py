@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from ....errors import UsageError, explain
@@ -79,6 +81,13 @@ class UnitOutputs:
         objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN)) and not callable(leaf)]
         before = [_fingerprint(each) for each in objects]
         state = _state_of(unit)
+        unit_hooks = unit._forward_hooks
+        unit.__dict__["_forward_hooks"] = (
+            collections.OrderedDict()
+        )  # they see what the unit's caller gets: see with_hooks()
+        for module in unit.modules():
+            if isinstance(module, _BatchNorm) and module.momentum is None:
+                module.momentum = 0.1  # without a momentum it reads a value, of which the meta device has none
         first = name.partition("#")[0]
         try:
             with torch.no_grad():
@@ -86,7 +95,11 @@ class UnitOutputs:
                     meta_args, meta_kwargs = pytree.tree_unflatten([_to_meta(leaf) for leaf in leaves], spec)
                     with torch.device("meta"):
                         found = functional_call(unit, self._tensors[first], meta_args, meta_kwargs, tie_weights=False)
+                except UsageError:
+                    raise
                 except Exception as error:
+                    for number in unit_hooks.keys() & unit._forward_hooks_always_called.keys():
+                        unit_hooks[number](unit, args, None)  # what its hooks before the call have begun ends
                     if any(p.numel() == 0 != self._tensors[first][key].numel() for key, p in unit.named_parameters()):
                         what = f"{name} was given inputs of a new kind, and what it returns for them is not known here"
                         fix = "use inputs of one kind from the first step on, or put the module on the first stage by cut=[...]"
@@ -127,6 +140,15 @@ def filled(output: UnitOutput, given: Mapping[int, Tensor], value: float, device
         for i, leaf in enumerate(output.leaves)
     ]
     return pytree.tree_unflatten(leaves, output.spec)
+
+
+def with_hooks(unit: nn.Module, args: Any, kwargs: Any, found: Any) -> Any:
+    """Return an output of a unit that was not called as the forward hooks of the unit leave it, which have seen it then."""
+    for key, hook in list(unit._forward_hooks.items()):
+        takes_kwargs = key in unit._forward_hooks_with_kwargs
+        changed = hook(unit, args, kwargs, found) if takes_kwargs else hook(unit, args, found)
+        found = found if changed is None else changed
+    return found
 
 
 def _constant(like: Tensor, value: float, device: torch.device) -> Tensor:

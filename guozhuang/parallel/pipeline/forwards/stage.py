@@ -24,7 +24,7 @@ from ....errors import UsageError, explain
 from ...random import Draws
 from .calls import Routes, Value
 from .intercept import intercepted
-from .outputs import UnitOutput, UnitOutputs, filled, tensors_in
+from .outputs import UnitOutput, UnitOutputs, filled, tensors_in, with_hooks
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class PassingForward:
                 given[i] = _joined(value, self._pieces[value], output, self._outputs)
             elif i not in given and value in self._routes.changed:
                 given[i] = torch.zeros(output.leaves[i].shape, dtype=output.leaves[i].dtype, device=self._device)
-        return filled(output, given, math.nan, self._device)
+        return with_hooks(unit, args, kwargs, filled(output, given, math.nan, self._device))
 
     def _keep(self, name: str, found: Any) -> None:
         for i, leaf in enumerate(pytree.tree_leaves(found)):
