@@ -62,7 +62,7 @@ def numbers(draw: random.Random) -> tuple[int, int, int, int, int]:
 
 def test_windows_over_parts_equal_those_over_the_whole() -> None:
     draw, cases, beyond = random.Random(1), 0, 0
-    while cases < 300:
+    while cases < 200:
         num, kernel, stride, dilation, padding = numbers(draw)
         size, weight = draw.randint(num, 40), torch.rand(1, 1, kernel)
         window = SlidingWindow(kernel, stride, dilation, padding, padding)
@@ -75,12 +75,12 @@ def test_windows_over_parts_equal_those_over_the_whole() -> None:
         )
         torch.testing.assert_close(found, expected)
         cases, beyond = cases + 1, beyond + far
-    assert beyond > 25
+    assert beyond > 15
 
 
 def test_transposed_windows_over_parts_equal_those_over_the_whole() -> None:
     draw, cases = random.Random(2), 0
-    while cases < 150:
+    while cases < 100:
         num, kernel, stride, dilation, padding = numbers(draw)
         size, weight, extra = (
             draw.randint(num, 20),
@@ -105,7 +105,7 @@ def test_transposed_windows_over_parts_equal_those_over_the_whole() -> None:
 @pytest.mark.parametrize("mode", ["constant", "replicate", "reflect", "circular"])
 def test_padding_and_cutting_over_parts(mode: str) -> None:
     draw = random.Random(3)
-    for _ in range(60):
+    for _ in range(40):
         num, size = draw.randint(2, 5), draw.randint(2, 30)
         size = max(size, num)
         least = 0 if mode != "constant" else -2
@@ -121,7 +121,7 @@ def test_padding_and_cutting_over_parts(mode: str) -> None:
 
 def test_strided_and_reversed_rows_and_ranges() -> None:
     draw = random.Random(4)
-    for _ in range(100):
+    for _ in range(60):
         num, size = draw.randint(2, 5), draw.randint(8, 40)
         wanted = range(size)[
             slice(draw.randint(-size, size), draw.randint(-size, size), draw.choice([-3, -2, -1, 1, 2, 3]))
@@ -139,7 +139,7 @@ def test_strided_and_reversed_rows_and_ranges() -> None:
 
 def test_pooling_counts_windows_as_pytorch_does() -> None:
     draw = random.Random(5)
-    for _ in range(100):
+    for _ in range(60):
         kernel, stride, size = draw.randint(1, 5), draw.randint(1, 4), draw.randint(5, 20)
         padding, ceil, counts_padding = draw.randint(0, kernel // 2), draw.random() < 0.5, draw.random() < 0.5
         window = SlidingWindow(kernel, stride, 1, padding, padding, ceil)

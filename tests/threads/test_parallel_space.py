@@ -334,8 +334,11 @@ def trains_as_one_process(rank: int, size: int, model: nn.Module, images: list[T
     close("evaluation", *(each["mask"] if isinstance(each, dict) else each for each in (found, expected)), 1e-7)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+QUICK = [("resnet", 3), ("unet", 3)]
+SLOW = [(name, size) for name in NETWORKS for size in (2, 3, 4) if (name, size) not in QUICK]
+
+
+@pytest.mark.parametrize(("name", "size"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 def test_networks_train_as_in_one_process(name: str, size: int) -> None:
     make, shape = NETWORKS[name]
     with GENERATOR:
@@ -365,7 +368,7 @@ def memory_is_divided(rank: int, size: int, model: nn.Module, image: Tensor) -> 
     return saved_bytes(divided(model, size), image, own)[0] / saved_bytes(model, image, own)[0]
 
 
-@pytest.mark.parametrize("name", ["resnet", "unet"])
+@pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.slow), "unet"])
 def test_activations_of_one_image_are_divided(name: str) -> None:
     make, _ = NETWORKS[name]
     with GENERATOR:
