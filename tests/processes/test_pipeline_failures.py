@@ -1,0 +1,89 @@
+"""A rank of a pipeline that is killed or stopped is named at once, with the stage, the microbatch and the action that waits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from guozhuang.errors import WorldError
+from guozhuang.parallel.axes import make_axes
+from guozhuang.parallel.pipeline import divide_pipeline
+from guozhuang.world.layout import Layout
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+
+
+class Block(nn.Module):
+    """Fails on its rank: at a forward, or at the backward through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.fail: Any = None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out = self.linear(rows).tanh()
+        if self.fail is not None and out.requires_grad and not out.is_meta:
+            self.fail(out)
+        return out
+
+
+def _failing(rank: int, size: int, signal_number: int, action: str) -> tuple[float, str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    pipe = divide_pipeline(
+        model, make_axes(Layout(pp=size)), cut=["2"], num_microbatches=4, schedule="1f1b", loss=nn.MSELoss()
+    )
+    rows, told, count = torch.randn(8, 8), [], [0]
+    pipe.step(rows, rows)
+
+    def at_third(*_: Any) -> None:
+        count[0] += 1
+        if count[0] == 3:
+            os.kill(os.getpid(), signal_number)
+
+    if rank == 1:
+        model[3].fail = at_third if action == "forward" else lambda out: out.register_hook(at_third)
+    logging.getLogger("guozhuang").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: told.append((time.monotonic(), record.getMessage()))  # type: ignore[method-assign]
+    parent = os.getpid()
+    if rank == 0 and signal_number == signal.SIGSTOP:  # goes on a moment later, as if somebody had read the line
+        pids: list[Any] = [None, None]
+        dist.all_gather_object(pids, parent)
+        if os.fork() == 0:
+            time.sleep(3)
+            os.kill(pids[1], signal.SIGCONT)
+            os._exit(0)
+    elif signal_number == signal.SIGSTOP:
+        dist.all_gather_object([None, None], parent)
+    began = time.monotonic()
+    try:
+        pipe.step(rows, rows)
+    except WorldError as error:
+        return time.monotonic() - began, str(error)
+    return (told[0][0] - began, told[0][1]) if told else (0.0, "")
+
+
+@pytest.mark.parametrize("backend", ("gloo", "shm"))
+@pytest.mark.parametrize("action", ("forward", "backward"))
+def test_a_killed_rank_is_named(backend: str, action: str) -> None:
+    found = run_ranks(_failing, 2, signal.SIGKILL, action, backend=backend, collect_errors=True)
+    seconds, text = found[0]
+    assert seconds < 2
+    assert "backward of microbatch 2 in stage 0" in text
+    assert "gradients of microbatch 2 from stage 1 to stage 0" in text and "rank 1" in text
+
+
+def test_a_stopped_rank_is_named_and_the_training_goes_on() -> None:
+    (seconds, text), _ = run_ranks(_failing, 2, signal.SIGSTOP, "backward", backend="shm")
+    assert seconds < 2
+    assert "rank 1 (pid" in text and "is stopped" in text and "backward of microbatch 2 in stage 0 waits" in text
