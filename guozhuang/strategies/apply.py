@@ -84,13 +84,13 @@ def prepare(
             grouped and awaited, and refuse others.
         layout: how many ranks lie along each axis, as in ``"pp=2,tp=2,dp=auto"``: ``pp`` divides the model's layers, ``tp`` its
             matrices, ``space`` images, ``sequence`` sequences, ``dp`` the batch. None: that of ``guozhuang run --layout``, else
-            all ranks lie along the strategy's own axis. A strategy that averages gradients does so along ``dp``.
-        cut: for stages of a pipeline: the names of the modules at which a new stage begins. None: chosen by measured cost.
+            all ranks lie along the strategy's own axis. Gradients are averaged along ``dp``.
+        cut: for stages of a pipeline: the names of the modules at which a new stage begins. None: by measured cost.
         plan: for divided matrices: "columns" or "rows" by patterns of module names, as in ``{"layer.*.up": "columns"}``.
             None: the plan of the model's family.
         loss: for ``model.step(x, y)``, which schedules other than gpipe need: ``loss(outputs, targets)``, a mean over rows.
-        microbatches: into how many parts a pipeline cuts a batch. None: that of ``guozhuang run --microbatches``, else chosen.
-        schedule: in which order a pipeline works on them: "gpipe", "1f1b", "interleaved" or "zero-bubble". None: that of
+        microbatches: into how many parts a pipeline cuts a batch. None: ``guozhuang run --microbatches``, else chosen.
+        schedule: in which order a pipeline works on them: "gpipe", "1f1b", "interleaved" or "zero-bubble". None:
             ``guozhuang run --schedule``, else gpipe, or with ``loss`` 1f1b.
         attention: how attention is divided with the sequences: "ulysses" (by heads), "ring", or "auto": by heads where their
             number divides by the ranks. None: that of ``guozhuang run --attention``, else auto.
