@@ -43,10 +43,11 @@ def schedule(optimizer: torch.optim.Optimizer, recipe: str, batch: int, steps: i
     return SequentialLR(optimizer, [rises, falls], milestones=[warm_up])
 
 
-def train(recipe: str, batch: int, seed: int, told: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+def train(
+    recipe: str, batch: int, seed: int, told: dict[str, Any], cache: Path, options: argparse.Namespace
+) -> dict[str, float]:
     """Train by one recipe, and return what it came to."""
-    with tempfile.TemporaryDirectory() as cache:
-        workload = load("text", told | {"seed": 0}, Path(cache))
+    workload = load("text", told | {"seed": 0}, cache)
     torch.manual_seed(seed)
     model = workload.model()
     if recipe.startswith("lamb"):
@@ -116,7 +117,7 @@ def main() -> None:
         print(f"{'recipe':14}{'batch':>7}{'steps':>7}{'accuracy':>10}{'loss':>8}{'noise scale':>13}{'seconds':>9}")
         for batch in batches:
             for recipe in recipes:
-                found = [train(recipe, batch, seed, told, options) for seed in range(options.seeds)]
+                found = [train(recipe, batch, seed, told, Path(folder), options) for seed in range(options.seeds)]
                 results.append({"recipe": recipe, "batch": batch, "seeds": found})
                 mean = {key: statistics.fmean(each[key] for each in found) for key in found[0]}
                 print(

@@ -16,9 +16,9 @@ import json
 import logging
 import platform
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.registry import Stateful, registry
 
 _log = logging.getLogger("guozhuang")
+_T = TypeVar("_T")
+# What a checkpoint holds of a model, besides its optimizer.
+_OF_MODULE = frozenset({"parameters", "buffers", "extra"})
 
 
 def place() -> tuple[int, int]:
@@ -143,6 +146,11 @@ class TrainingState(Stateful):
         rank, _ = place()
         with torch.no_grad():
             found = [of_trained.capture(each, everywhere or rank == 0) for each in registry.trained]
+            for (shared_part, own_part, _), (first, _, _) in zip(found, _of_same_module(found), strict=True):
+                if first is not shared_part:  # a model with several optimizers is saved with the first of them
+                    for state in (shared_part, own_part):
+                        for key in _OF_MODULE & state.keys():
+                            del state[key]
             shared = {
                 "step": self.step + registry.has_stepped,  # the pause of a step that was made may be still to come
                 "epochs": self.epochs,
@@ -214,7 +222,7 @@ class TrainingState(Stateful):
         if len(mine) != len(shared["trained"]):
             what = f"the checkpoint holds {len(shared['trained'])} prepared models, and gz.prepare was called {len(mine)} times"
             raise UsageError(explain(what, fix="call gz.prepare as in the saved run, before gz.epochs or gz.restore"))
-        for each, theirs, its_own in zip(mine, shared["trained"], own["trained"], strict=True):
+        for each, theirs, its_own in zip(mine, *_completed(shared, own), strict=True):
             of_trained.check(each, theirs, its_own)
         for name, value in vars(self.values).items():
             if name in own["kept"] and is_stateful(value) != own["kept"][name]["stateful"]:
@@ -237,11 +245,12 @@ class TrainingState(Stateful):
         rank, size = place()
         notes = []
         mine = self.about()
+        all_shared, all_own = _completed(shared, own)
         for i, each in enumerate(registry.trained):
             same = (mine["ranks"], each.strategy) == (about["ranks"], about["strategies"][i])
-            if left_out := of_trained.restore(each, shared["trained"][i], own["trained"][i], same):
+            if left_out := of_trained.restore(each, all_shared[i], all_own[i], same):
                 notes.append(f"{left_out} was left out, because it belongs to {about['ranks']} ranks")
-            if switched := of_trained.switched(each, shared["trained"][i]):
+            if switched := of_trained.switched(each, all_shared[i]):
                 notes.append(f"requires_grad was set otherwise when it was saved, and stays as it is here: {switched}")
         notes += _set_kept(self.values, own["kept"])
         self.step, self.epochs = shared["step"], list(shared["epochs"])
@@ -330,6 +339,24 @@ def _set_kept(values: Values, saved: Mapping[str, Any]) -> list[str]:
     if forgotten:
         notes.append(f"the checkpoint holds {', '.join(forgotten)} too, which gz.keep was not given")
     return notes
+
+
+def _of_same_module(values: Sequence[_T]) -> list[_T]:
+    """Return for each prepared optimizer the value of the first one that was prepared with the same model."""
+    modules = [id(each.module) for each in registry.trained]
+    return [values[modules.index(module)] for module in modules]
+
+
+def _completed(shared: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the saved parts of each prepared model and optimizer, with what was saved once for several optimizers."""
+    both = [
+        [
+            {key: first[key] for key in _OF_MODULE & first.keys()} | each
+            for first, each in zip(_of_same_module(some), some, strict=True)
+        ]
+        for some in (shared["trained"], own["trained"])
+    ]
+    return both[0], both[1]
 
 
 def _state_of(value: Any) -> dict[str, Any]:

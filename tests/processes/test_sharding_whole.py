@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 import guozhuang as gz
 from guozhuang.errors import UsageError
 from guozhuang.exchange.allreduce import AllReduce
+from guozhuang.registry import registry
 from guozhuang.sharding import ShardedOptimizer, clip_grad_norm_, shard
 from tests.processes.cases import (
     assert_equal_across_ranks,
@@ -305,6 +306,24 @@ def case_a_whole_state_is_loaded_before_and_after(rank: int, world_size: int) ->
             going_on.check()
 
 
+def saved_once(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """A checkpoint holds the model once, and brings it and all optimizers back."""
+    state = gz.TrainingState()
+    shared, own, _ = state.capture(everywhere=True)
+    shared, own = copy.deepcopy((shared, own))
+    assert sum("/parameters/" in key for key in shared.tensors) == len(list(model.parameters()))
+    before = copy.deepcopy([model.state_dict(), *(each.state_dict() for each in optimizers)])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    state.check(shared.state, own.state)
+    state.restore(shared.state, own.state, state.about())
+    assert_same_state(dict(model.state_dict()), dict(before[0]))
+    assert_same_state([each.state_dict() for each in optimizers], before[1:])
+    registry.clear()
+    gz.TrainingState.forget()
+
+
 def case_prepare_takes_several_optimizers(rank: int, world_size: int) -> None:
     def loss_of(model: nn.Module, step: int) -> Tensor:
         rows = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
@@ -326,6 +345,7 @@ def case_prepare_takes_several_optimizers(rank: int, world_size: int) -> None:
         loss = pair.step(3, loss_of)
         trained.append((loss, *(p.detach().clone() for p in model.parameters())))
         assert len(muon.state_dict()["state"]) == len(adamw.state_dict()["state"]) == 2
+        saved_once(model, (muon, adamw))
     for one, other in zip(*trained, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3)  # Muon computes in bfloat16
     with seeded(4):
