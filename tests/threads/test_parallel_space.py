@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from guozhuang.errors import UsageError
 from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.space import divide_space
 from guozhuang.parallel.space.tensor import SpaceTensor
 from guozhuang.world.layout import Layout
+from tests.image_networks import ResNet, UNet, saved_bytes
 from tests.threads.ranks import GENERATOR, run_threads
 
 
@@ -236,68 +238,6 @@ def test_operations(size: int) -> None:
     run_threads(equals_one_process, size, made(list(OPERATIONS)))
 
 
-class Residual(nn.Module):
-    def __init__(self, channels: int, wider: int, stride: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(channels, wider, 3, stride, 1, bias=False)
-        self.second = nn.Conv2d(wider, wider, 3, 1, 1, bias=False)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(wider) for _ in range(3 if stride > 1 else 2))
-        self.short = nn.Conv2d(channels, wider, 1, stride, bias=False) if stride > 1 else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norms[1](self.second(F.relu(self.norms[0](self.first(x)), inplace=True)))
-        y += x if self.short is None else self.norms[2](self.short(x))
-        return F.relu_(y)
-
-
-class ResNet(nn.Module):
-    """The stem and four stages of a ResNet, and its classifier."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        stem = (nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(True), nn.MaxPool2d(3, 2, 1))
-        stages = [(Residual(width, width, 1), Residual(width, 2 * width, 2)), (Residual(2 * width, 4 * width, 2),)]
-        self.body = nn.Sequential(*stem, *(block for stage in stages for block in stage))
-        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(4 * width, 5)
-
-    def forward(self, image: Tensor) -> Tensor:
-        return self.head(torch.flatten(self.pool(self.body(image)), 1))
-
-
-def twice(channels: int, wider: int) -> nn.Module:
-    layers = [nn.Conv2d(channels, wider, 3, padding=1), nn.BatchNorm2d(wider), nn.ReLU(True)]
-    return nn.Sequential(*layers, nn.Conv2d(wider, wider, 3, padding=1), nn.BatchNorm2d(wider), nn.ReLU(True))
-
-
-class UNet(nn.Module):
-    """A U-Net of the usual form: skips that are padded to the same shape, transposed or bilinear upsampling."""
-
-    def __init__(self, width: int = 4, depth: int = 3, bilinear: bool = False) -> None:
-        super().__init__()
-        widths = [width * 2**i for i in range(depth + 1)]
-        pairs = list(itertools.pairwise(widths))
-        self.start, self.end = twice(3, width), nn.Conv2d(width, 2, 1)
-        self.down = nn.ModuleList(nn.Sequential(nn.MaxPool2d(2), twice(a, b)) for a, b in pairs)
-        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in reversed(pairs))
-        if bilinear:
-            shrink = [nn.Conv2d(b, a, 1) for a, b in reversed(pairs)]
-            bigger = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)
-            self.up = nn.ModuleList(nn.Sequential(bigger, each) for each in shrink)
-        self.joined = nn.ModuleList(twice(2 * a, a) for a, _ in reversed(pairs))
-
-    def forward(self, image: Tensor) -> dict[str, Tensor]:
-        skips = [self.start(image)]
-        for down in self.down:
-            skips.append(down(skips[-1]))
-        x = skips.pop()
-        for up, join in zip(self.up, self.joined, strict=True):
-            skip = skips.pop()
-            x = up(x)
-            dy, dx = skip.size()[2] - x.size()[2], skip.size()[3] - x.size()[3]
-            x = join(torch.cat([skip, F.pad(x, [dx // 2, dx - dx // 2, dy // 2, dy - dy // 2])], dim=1))
-        return {"mask": self.end(x)}
-
-
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resnet": (ResNet, (2, 3, 83, 40)),
     "unet": (UNet, (1, 3, 45, 26)),
@@ -348,24 +288,9 @@ def test_networks_train_as_in_one_process(name: str, size: int) -> None:
     run_threads(trains_as_one_process, size, model, images)
 
 
-def saved_bytes(forward: Callable[[Any], Any], image: Tensor, parameters: set[int]) -> tuple[int, list[int]]:
-    """The bytes that autograd keeps for backward, each storage once, without parameters."""
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = max(kept.get(storage.data_ptr(), 0), tensor.numel() * tensor.element_size())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = forward(image)
-    return sum(kept.values()), list((output["mask"] if isinstance(output, dict) else output).shape)
-
-
 def memory_is_divided(rank: int, size: int, model: nn.Module, image: Tensor) -> float:
     own = {each.untyped_storage().data_ptr() for each in model.parameters()}
-    return saved_bytes(divided(model, size), image, own)[0] / saved_bytes(model, image, own)[0]
+    return saved_bytes(divided(model, size), image, own) / saved_bytes(model, image, own)
 
 
 @pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.slow), "unet"])
@@ -376,3 +301,100 @@ def test_activations_of_one_image_are_divided(name: str) -> None:
         model, image = make(), torch.randn(1, 3, 256, 64)
     shares = run_threads(memory_is_divided, 2, model, image)
     assert max(shares) <= 1.15 / 2, shares
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def set_a_row(x: Any) -> Any:
+    x[:, :, 3] = 0.0
+    return x
+
+
+def watch(x: Any) -> Any:
+    x.register_hook(print)
+    return x
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "function": (Doubled.apply, "torch.autograd.Function.*'Doubled'"),
+    "in place": (set_a_row, "__setitem__ changes an activation in place"),
+    "hook": (watch, "register_hook of an activation"),
+    "out": (lambda x: torch.add(x, 1, out=torch.empty(x.shape, dtype=x.dtype)), "result of out="),
+    "memory": (lambda x: x.data_ptr(), "data_ptr of an activation"),
+}
+
+
+def refuses(rank: int, size: int) -> None:
+    image = torch.randn(1, 3, 8, 4)
+    for operation, text in REFUSED.values():
+        with GENERATOR:
+            model = Operation(operation, 2)
+        with pytest.raises(UsageError, match=text):
+            divided(model, size)(image)
+    with pytest.raises(UsageError, match=r"has 1 rows for 2 ranks.*use at most 1"):
+        divided(nn.Conv2d(3, 3, 1), size)(image[:, :, :1])
+    with pytest.raises(UsageError, match=r"the model has none.*got 'Linear'"):
+        divided(nn.Linear(3, 3), size)
+    with pytest.raises(UsageError, match=r"leave nn.BatchNorm as it is"):
+        divided(nn.Sequential(nn.Conv2d(3, 3, 1), nn.SyncBatchNorm(3)), size)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        divided(Operation(lambda x: x + torch.ones(5, 1), 2), size)(image)
+
+
+def test_what_cannot_be_right_is_refused_by_name() -> None:
+    run_threads(refuses, 2)
+
+
+class Mixed(nn.Module):
+    """Arguments by name, checkpoints, and layers that run one sample without a dimension of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 3, 3, 2))
+        self.head = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 2), nn.AvgPool2d(2), nn.ConvTranspose2d(4, 2, 2, 2))
+
+    def forward(self, image: Tensor, *, scale: Tensor, names: list[str]) -> tuple[list[str], Tensor]:
+        body = checkpoint(self.body, image, use_reentrant=False)
+        return names, torch.stack([self.head(each) for each in body * scale])
+
+
+def gradients_of(model: nn.Module, forward: Callable[..., Any], image: Tensor, half: bool) -> list[Tensor]:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+        names, output = forward(image, scale=torch.tensor(2.0), names=["a"])
+    assert names == ["a"] and (not half or output.dtype == torch.bfloat16)
+    output.float().square().mean().backward()
+    trained = dict(model.named_parameters())
+    del trained["body.0.bias"]  # its gradient, before a BatchNorm, is 0 to rounding
+    return [output.detach().float(), *(each.grad for each in trained.values() if each.grad is not None)]
+
+
+def mixes(rank: int, size: int, model: nn.Module, image: Tensor) -> None:
+    one, mine, halves = (copy.deepcopy(model) for _ in range(3))
+    exact = gradients_of(one, one, image, False)
+    rounded = gradients_of(halves, halves, image, True)
+    found = gradients_of(mine, divided(mine, size), image, False)
+    average_gradients(mine)
+    for i, (a, b) in enumerate(zip(found, exact, strict=True)):
+        close(f"tensor {i}", a, b, 3e-5)
+    mine.zero_grad()
+    found = gradients_of(mine, divided(mine, size), image.contiguous(memory_format=torch.channels_last), True)
+    average_gradients(mine)
+    for i, (a, b, c) in enumerate(zip(found, exact, rounded, strict=True)):
+        assert (a - b).norm() <= 1.5 * (c - b).norm() + 0.01 * b.norm(), f"tensor {i} under autocast"
+    with torch.no_grad():
+        assert not divided(mine, size)(image, scale=torch.tensor(1.0), names=[])[1].requires_grad
+
+
+def test_checkpoints_autocast_and_memory_formats() -> None:
+    with GENERATOR:
+        torch.manual_seed(0)
+        model, image = Mixed(), torch.randn(2, 3, 22, 10)
+    run_threads(mixes, 3, model, image)
