@@ -286,8 +286,8 @@ def images() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "convolution": (lambda: Blocks("convolution"), r"'conv1d'.*Conv1d.*blocks\.0"),
-    "mean of tokens": (lambda: Blocks("bias", lambda x: x - x.mean(1, keepdim=True)), r"'mean'.*blocks\.0"),
+    "convolution": (lambda: Blocks("convolution"), r"'conv1d'.*'blocks\.0\.mixing', a Conv1d"),
+    "mean of tokens": (lambda: Blocks("bias", lambda x: x - x.mean(1, keepdim=True)), r"'mean'.*'blocks\.0', a Block"),
     "cumsum": (lambda: Blocks("bias", lambda x: x.cumsum(1)), r"'cumsum'.*blocks\.0"),
     "tokens shifted": (lambda: Blocks("bias", lambda x: x + x.roll(1, 1)), "'roll'"),
     "a part of the tokens": (lambda: Blocks("bias", lambda x: x + x[:, :1]), "'getitem'"),

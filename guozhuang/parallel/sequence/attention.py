@@ -150,6 +150,10 @@ def _to_divided(
             )
         result = to_tokens(result, place.spans, team)
     else:
+        if mask is not None and is_causal:
+            raise RuntimeError(
+                "scaled_dot_product_attention takes an attn_mask or is_causal=True, not both"
+            )  # as torch's
         rows = _rows(mask, place)
         keep = None
         if dropped:

@@ -64,7 +64,7 @@ def divide_sequence(model: nn.Module, axes: Axes, attention: str = "auto") -> Ar
                 fix="keep the blocks of the model in an nn.ModuleList or nn.Sequential of one class, or take another strategy",
             )
         )
-    team = Team(twin(group), attention)
+    team = Team(twin(group), attention, {id(each): name for name, each in model.named_modules()})
     call = _ModelCall(team)
     for each in lists:
         for name, block in zip(each.names, each.modules, strict=True):

@@ -203,13 +203,13 @@ def refuse(team: Team, what: str) -> NoReturn:
     Raises:
         UsageError: always; the text names the module that runs.
     """
-    where = next((f"{type(each).__name__}.{name}" for each, name in _running_modules()), "")
-    block = team.in_blocks[-1] if team.in_blocks else ""
-    place = " of ".join(each for each in (where, f"block {block!r}" if block else "") if each)
+    inside = next((each for each in _running_modules() if id(each) in team.names), None)
+    name = (team.names[id(inside)] if inside is not None else "") or (team.in_blocks[-1] if team.in_blocks else "")
     raise UsageError(
         explain(
             f"The sequence cannot be divided in this model: {what} may join tokens in a way that is not attention"
-            + (f", in {place}" if place else ""),
+            + (f", in {name!r}" if name else "")
+            + (f", a {type(inside).__qualname__}" if inside is not None and name else ""),
             rank=team.rank,
             fix="train it by another strategy (tensor and pipeline divide such models), or let it act on each token "
             "alone; attention is followed in torch's scaled_dot_product_attention, MultiheadAttention, matmul and einsum; "
@@ -218,12 +218,13 @@ def refuse(team: Team, what: str) -> NoReturn:
     )
 
 
-def _running_modules() -> Iterator[tuple[nn.Module, str]]:
+def _running_modules() -> Iterator[nn.Module]:
+    """The modules whose methods run, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and frame.f_code.co_name not in ("_call_impl", "_wrapped_call_impl"):
-            yield owner, frame.f_code.co_name
+        if isinstance(owner, nn.Module):
+            yield owner
         frame = frame.f_back  # type: ignore[assignment]
 
 

@@ -50,8 +50,10 @@ def _ungrouped(gradient: Tensor, num_heads: int) -> Tensor:
 
 
 def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A mask as it is added to scores; one that a ring has made lies on the CPU."""
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.to(like.dtype)
+    mask = mask.to(like.device)
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(~mask, -torch.inf)
 
 

@@ -41,34 +41,27 @@ class RingOfKeys:
             every = slice(None)
             yield from self._seen(every, every, whole, columns)
             return
+        assert whole.mask is None, "torch takes a mask or causality"
         for at, (start, stop) in _with_offsets(rows):
             for there, (first, last) in _with_offsets(columns):
                 if first >= stop:
                     continue  # all of these keys come after all of these queries
                 of_rows, of_columns = slice(at, at + stop - start), slice(there, there + last - first)
-                tile = whole
-                if last <= start + 1:
-                    tile = replace(whole, is_causal=False)
-                elif (start, stop) != (first, last):
-                    place = torch.arange(start, stop).unsqueeze(1) >= torch.arange(first, last)
-                    device = None if whole.keep is None else whole.keep.device
-                    yield (
-                        of_rows,
-                        of_columns,
-                        self._part(replace(whole, is_causal=False), of_rows, ((first, last),), place.to(device)),
-                    )
-                    continue
-                yield of_rows, of_columns, self._part(tile, of_rows, ((first, last),))
+                tile = self._part(replace(whole, is_causal=(start, stop) == (first, last)), of_rows, ((first, last),))
+                if not tile.is_causal and last > start + 1:
+                    tile = replace(tile, mask=torch.arange(start, stop).unsqueeze(1) >= torch.arange(first, last))
+                yield of_rows, of_columns, tile
 
     def _seen(self, rows: slice, columns: slice, whole: Tile, spans: tuple[Span, ...]) -> Iterator[Any]:
         tile = self._part(whole, rows, spans)
         if not tile.is_empty():
             yield rows, columns, tile
 
-    def _part(self, whole: Tile, rows: slice, spans: tuple[Span, ...], mask: Tensor | None = None) -> Tile:
+    def _part(self, whole: Tile, rows: slice, spans: tuple[Span, ...]) -> Tile:
         keep = None if whole.keep is None else _columns(whole.keep[:, :, rows], spans)
-        if mask is None and whole.mask is not None:
-            mask = _columns(whole.mask if whole.mask.shape[2] == 1 else whole.mask[:, :, rows], spans)
+        mask = whole.mask
+        if mask is not None:
+            mask = _columns(mask if mask.shape[2] == 1 else mask[:, :, rows], spans)
         return replace(whole, mask=mask, keep=keep)
 
 

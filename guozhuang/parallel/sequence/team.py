@@ -30,12 +30,14 @@ class Team:
     Attributes:
         group: the ranks, in the order of the parts of a sequence.
         attention: ``"auto"``, ``"ulysses"`` or ``"ring"``.
+        names: of the model's modules, by their ``id``.
         in_blocks: names of the blocks that are running now, outermost first.
         sees_causal: whether attention with a causal mask was met in a ring; later sequences are then divided in zigzag order.
     """
 
     group: dist.ProcessGroup
     attention: str = "auto"
+    names: dict[int, str] = field(default_factory=dict)
     in_blocks: list[str] = field(default_factory=list)
     sees_causal: bool = False
 
