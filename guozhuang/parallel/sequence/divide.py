@@ -17,6 +17,7 @@ from ..axes import Around, Axes
 from ..pipeline.blocks import find_blocks
 from . import attention, layouts, products, tokenwise
 from .divided import Place, check_history, divided, place_of, refuse, whole_of
+from .spans import TokenSpans
 from .team import Team
 
 _RULES = (attention, layouts, products, tokenwise)  # which these modules add when they are imported
@@ -25,8 +26,8 @@ _RULES = (attention, layouts, products, tokenwise)  # which these modules add wh
 def divide_sequence(model: nn.Module, axes: Axes, attention: str = "auto") -> Around:
     """Let each rank of the axis ``sequence`` compute a part of the tokens of each sample. Every rank must call it.
 
-    The hidden states that enter a block of the model's block lists are divided; from there on all that is computed from them
-    is divided too, until a function needs whole tensors. Parameters stay whole. See [Note: as if it were whole] in
+    What embeddings before the blocks and blocks of the model's block lists get is divided; from there on all that is computed
+    from it is divided too, until a function needs whole tensors. Parameters stay whole. See [Note: as if it were whole] in
     parallel/sequence/divided.py and [Note: scale of gradients] in parallel/sequence/team.py.
 
     Args:
@@ -71,6 +72,10 @@ def divide_sequence(model: nn.Module, axes: Axes, attention: str = "auto") -> Ar
             entry = _Entry(call, name, dim=0 if _has_tokens_first(block) else 1)
             block.register_forward_pre_hook(entry.before, with_kwargs=True)
             block.register_forward_hook(entry.after, always_call=True)
+    inside = {id(part) for found in lists for block in found.modules for part in block.modules()}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and id(module) not in inside and not _has_tokens_first(model):
+            module.register_forward_pre_hook(call.divide_ids)
     return Around(call.begin, call.end)
 
 
@@ -109,7 +114,10 @@ class _ModelCall:
 
     def divide(self, hidden: Any, name: str, dim: int) -> Any:
         """Divide what a block gets, unless it is divided already or has too few tokens for the ranks: they all compute them."""
-        if not isinstance(hidden, Tensor) or place_of(hidden) is not None:
+        if not isinstance(hidden, Tensor):
+            return hidden
+        if place_of(hidden) is not None:
+            self._has_divided = True
             return hidden
         if hidden.dim() != 3 or not hidden.is_floating_point():
             self._seen.append(f"{name} a tensor of shape {tuple(hidden.shape)}")
@@ -118,13 +126,23 @@ class _ModelCall:
         if hidden.shape[dim] < self.team.size:
             return hidden
         # What checkpointing computes again in the backward is divided as it was, although the order may have changed since.
-        spans = hidden.__dict__.setdefault("token_spans", self.team.spans(hidden.shape[dim]))
-        return divided(_own(spans.part(hidden, dim, self.team.rank)), Place(dim, spans, self.team))
+        team, spans = hidden.__dict__.get("token_spans", (None, None))
+        if team is not self.team:
+            spans = self.team.spans(hidden.shape[dim])
+            hidden.__dict__["token_spans"] = self.team, spans
+        return self._part(hidden, dim, spans)
 
+    def divide_ids(self, embedding: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Divide the numbers of tokens or positions (batch, tokens) that an embedding before the blocks gets."""
+        ids = args[0] if args else None
+        if not isinstance(ids, Tensor) or place_of(ids) is not None or ids.dim() != 2 or self.team.in_blocks:
+            return args
+        return args if ids.shape[1] < self.team.size else (self._part(ids, 1, self.team.spans(ids.shape[1])), *args[1:])
 
-def _own(part: Tensor) -> Tensor:
-    """A part with memory of its own, so that the whole need not be kept."""
-    return part.clone(memory_format=torch.contiguous_format)
+    def _part(self, whole: Tensor, dim: int, spans: TokenSpans) -> Tensor:
+        part = spans.part(whole, dim, self.team.rank)
+        # With memory of its own, so that the whole need not be kept.
+        return divided(part.clone(memory_format=torch.contiguous_format), Place(dim, spans, self.team))
 
 
 class _Entry:
