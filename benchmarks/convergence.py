@@ -41,8 +41,10 @@ GRACE_S = 10.0  # for the other ranks to end when one has failed
 
 def names_that_train() -> list[str]:
     from guozhuang.strategies import STRATEGIES
+    from guozhuang.world.layout import HYBRID, OWN_AXIS
 
-    found = [one for one in STRATEGIES.values() if one.trains and not one.one_process and one.name != "ddp"]
+    others = ("ddp", HYBRID, *OWN_AXIS)  # which divide the model compute what one process does
+    found = [one for one in STRATEGIES.values() if one.trains and not one.one_process and one.name not in others]
     return ["ddp", *(one.name for one in sorted(found, key=lambda one: one.exact))]  # what is exact last
 
 

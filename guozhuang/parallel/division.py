@@ -226,7 +226,7 @@ def norm_of_parts(parameters: Sequence[Tensor], powers: Tensor, norm_type: float
     if len(powers):
         total = (powers.max() if math.isinf(norm_type) else powers.sum()).reshape(1)
     if stages is not None:
-        total = _reduced(total, stages, norm_type)
+        total = over_ranks(total, stages, norm_type)
     return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).reshape(())
 
 
@@ -265,7 +265,7 @@ def _summed(parameters: Sequence[Tensor], powers: Tensor, norm_type: float) -> T
             groups.setdefault(division.group, []).append(i)
     for group, indices in groups.items():
         places = torch.tensor(indices, device=powers.device)
-        powers[places] = _reduced(powers[places], group, norm_type)
+        powers[places] = over_ranks(powers[places], group, norm_type)
     return powers
 
 
@@ -280,7 +280,7 @@ def _counted(value: Tensor, division: Division) -> Tensor:
     return value.index_select(dim, (~own).nonzero().view(-1).to(value.device)) if bool(own.any()) else value
 
 
-def _reduced(values: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
+def over_ranks(values: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:
     """Return the sums, or the largest values, over the ranks of a group."""
     if not math.isinf(norm_type):
         dist.all_reduce(values, group=group)

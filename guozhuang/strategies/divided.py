@@ -13,6 +13,8 @@ script that shares out its data by rank would train on a mix of batches without 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -38,7 +40,7 @@ from ..units import listed
 from ..weights.equal_start import broadcast_tensors
 from ..world.layout import DATA_AXES, MODEL_AXES
 from . import ways
-from .prepared import StandsForModule, plain_step
+from .prepared import PreparedDDP, StandsForModule, has_graph, plain_step
 from .ways import PreparedPair, Setup, WithExchange, device_ids, several
 
 if TYPE_CHECKING:
@@ -87,6 +89,41 @@ class PreparedParallel(StandsForModule):
     def _inside(self) -> DistributedDataParallel | None:
         found: DistributedDataParallel | None = self.__dict__["_divided"].inside
         return found
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if inspect.ismethod(found) and found.__self__ is self.__dict__["_modules"].get("module"):
+            return functools.wraps(found)(functools.partial(self._call_method, found))
+        return found
+
+    def _call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module; where it calls the module, that is a call of the prepared model."""
+        module, divided = self.module, self.__dict__["_divided"]
+        num_calls = 0
+
+        def forward(*inputs: Any, **options: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            del vars(module)["forward"]
+            try:
+                return self(*inputs, **options)
+            finally:
+                vars(module)["forward"] = forward
+
+        if "forward" in vars(module):  # the method of a method, or a forward of the script's own
+            return method(*args, **kwargs)
+        vars(module)["forward"] = forward
+        try:
+            found = method(*args, **kwargs)
+        finally:
+            vars(module).pop("forward", None)
+        if num_calls or not torch.is_grad_enabled() or not has_graph(found):
+            return found
+        if divided.pipe is not None or divided.around:
+            what = f"the method {method.__name__!r} computes by parts of a divided model, which are not whole here"
+            fix = "let it call the model itself, as in self(x), or choose a layout without pp, space and sequence"
+            raise UsageError(explain(what, value=str(divided.axes.layout), fix=fix))
+        return found if self._inside is None else self._inside._post_forward(found)
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the loss and the gradients of one batch, by the loss given to ``prepare``. Every rank must call it.
@@ -236,7 +273,10 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
         foreign = [n for n, p in model.named_parameters() if (d := division_of(p)) is not None and not d.is_owned]
         vars(model)["_ddp_params_and_buffers_to_ignore"] = foreign
         options = {"device_ids": device_ids(model), "process_group": group, "init_sync": False, **setup.ddp_options}
-        made = DistributedDataParallel(model, **options)
+        made = (DistributedDataParallel if found.pipe is not None else PreparedDDP)(model, **options)
+        if isinstance(made, PreparedDDP):
+            for each in several(stepped):
+                made.look_at_steps(each)
         if exchange is not None:
             made.use_exchange(exchange)
         return made

@@ -319,9 +319,13 @@ def _call(wrapper: Any, method: Callable[..., Any], *args: Any, **options: Any) 
 
 def _prepared_backward(wrapper: Any, found: Any) -> Any:
     """Let the wrapper prepare the backward through what a method has returned, if there is one."""
+    return wrapper._post_forward(found) if has_graph(found) else found
+
+
+def has_graph(found: Any) -> bool:
+    """Return whether a backward can go through some tensor of what a method has returned."""
     leaves = _pytree.tree_leaves(found)
-    has_graph = any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves)
-    return wrapper._post_forward(found) if has_graph else found
+    return any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves)
 
 
 def _add_level(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

@@ -17,11 +17,15 @@ from torch import Tensor, nn
 import guozhuang as gz
 from guozhuang.errors import MismatchError, UsageError
 from guozhuang.strategies import STRATEGIES, get
+from guozhuang.world.layout import HYBRID, OWN_AXIS
 from tests.ranks import run_ranks
 
 STEPS, MICRO, ROWS = 3, 4, 2  # optimizer steps, micro-batches in a step, rows of a rank in a micro-batch
 DIVIDED = ("sharded-gradients", "sharded-weights")
-SEVERAL = tuple(name for name, s in STRATEGIES.items() if not (s.one_process or s.divides_itself))
+DIVIDE_THE_MODEL = (*OWN_AXIS, HYBRID)  # tests/processes/test_layouts.py
+SEVERAL = tuple(
+    name for name, s in STRATEGIES.items() if not (s.one_process or s.divides_itself or name in DIVIDE_THE_MODEL)
+)
 
 
 class Config:
