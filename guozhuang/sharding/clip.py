@@ -130,19 +130,22 @@ def _total_of_divided(
     held: Sequence[Tensor], carriers: Sequence[Carrier], wanted: Sequence[set[int]], norm_type: float
 ) -> Tensor:
     """Return the norm over gradients of parameters that a layout has divided too. Every rank must call."""
-    from ..parallel.division import norm_of_parts  # imported only when needed
+    from ..parallel.division import norm_of_parts, over_ranks  # imported only when needed
 
     found: list[Tensor] = []
     for carrier, only in zip(carriers, wanted, strict=True):
         powers = torch.zeros(len(carrier.parameters), dtype=torch.float64, device=carrier.parameters[0].device)
         for block, weight in zip(carrier.blocks, carrier.weights, strict=True):
-            for piece in block.pieces if weight.grad is not None else ():
+            gradient = weight.grad
+            if gradient is None:
+                continue
+            for piece in block.pieces:
                 start = piece.offset - block.start
-                values = weight.grad.reshape(-1)[start : start + piece.end - piece.start]
+                values = gradient.reshape(-1)[start : start + piece.end - piece.start]
                 norm = torch.linalg.vector_norm(values, norm_type, dtype=torch.float64)
                 place = powers[piece.parameter]
                 place.copy_(torch.maximum(place, norm) if math.isinf(norm_type) else place + norm**norm_type)
-        dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=carrier.group)
+        powers = over_ranks(powers, carrier.group, norm_type)
         found.append(powers[sorted(only)])
     return norm_of_parts(held, torch.cat(found), norm_type).to(held[0].dtype)
 
