@@ -20,7 +20,7 @@ from guozhuang.groups.agreement import agree
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.registry import registry
 from guozhuang.sharding.prepared import EqualBuffers
-from guozhuang.strategies.prepared import StandsForModule, StepOf, warn_of_differences
+from guozhuang.strategies.prepared import StandsForModule, warn_of_differences
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
 from guozhuang.strategies.ways import PlainStep, PreparedPair, Setup, Sharded, several, takes_several, wraps_in_ddp
 from guozhuang.timeline import Timeline
@@ -326,6 +326,8 @@ def _give_step(model: nn.Module, loss: Callable[..., Any] | None) -> None:
     if hasattr(model, "step"):
         what = "the model has an attribute `step` of its own, which model.step(x, y) would hide"
         raise UsageError(explain(what, value=type(model).__name__, fix="rename it, or leave loss= out of prepare()"))
+    from guozhuang.strategies.model_step import StepOf  # imported only when needed
+
     vars(model)["step"] = StepOf(model, loss)
 
 

@@ -40,7 +40,8 @@ from ..units import listed
 from ..weights.equal_start import broadcast_tensors
 from ..world.layout import DATA_AXES, MODEL_AXES
 from . import ways
-from .prepared import PreparedDDP, StandsForModule, has_graph, plain_step
+from .model_step import plain_step
+from .prepared import PreparedDDP, StandsForModule, has_graph
 from .ways import PreparedPair, Setup, WithExchange, device_ids, several
 
 if TYPE_CHECKING:
