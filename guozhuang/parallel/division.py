@@ -230,6 +230,31 @@ def norm_of_parts(parameters: Sequence[Tensor], powers: Tensor, norm_type: float
     return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).reshape(())
 
 
+def norm_of_blocks(
+    parameters: Sequence[Tensor], carriers: Sequence[Any], wanted: Sequence[set[int]], norm_type: float
+) -> Tensor:
+    """Return the norm over the averaged gradients of parameters that a sharded optimizer divides further.
+
+    Args:
+        parameters: those that are wanted, in the order of the carriers and their parameters.
+        carriers: those of the sharded optimizers (``guozhuang.sharding.carrier``), which have collected the gradients.
+        wanted: for each carrier, the indices of its parameters that are wanted.
+        norm_type: the p of the p-norm.
+    """
+    found: list[Tensor] = []
+    for carrier, only in zip(carriers, wanted, strict=True):
+        powers = torch.zeros(len(carrier.parameters), dtype=torch.float64, device=carrier.parameters[0].device)
+        for block, weight in zip(carrier.blocks, carrier.weights, strict=True):
+            for piece in block.pieces if weight.grad is not None else ():
+                start = piece.offset - block.start
+                values = weight.grad.reshape(-1)[start : start + piece.end - piece.start]
+                norm = torch.linalg.vector_norm(values, norm_type, dtype=torch.float64)
+                place = powers[piece.parameter]
+                place.copy_(torch.maximum(place, norm) if math.isinf(norm_type) else place + norm**norm_type)
+        found.append(over_ranks(powers, carrier.group, norm_type)[sorted(only)])
+    return norm_of_parts(parameters, torch.cat(found), norm_type)
+
+
 def _powers_here(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_type: float) -> Tensor:
     """Return the sum of the p-th powers, or the largest absolute value, of this rank's part of each tensor."""
     if not norm_type > 0:

@@ -69,7 +69,9 @@ def _clip_parts(hooks: Sequence[Arrival], max_norm: float, norm_type: float, err
     parts = [_parts(carrier, only) for carrier, only in zip(carriers, wanted, strict=True)]
     held = [p for c, only in zip(carriers, wanted, strict=True) for i, p in enumerate(c.parameters) if i in only]
     if any(division_if_any(p) is not None for p in held):
-        total = _total_of_divided(held, carriers, wanted, norm_type)
+        from ..parallel.division import norm_of_blocks  # imported only when needed
+
+        total = norm_of_blocks(held, carriers, wanted, norm_type).to(held[0].dtype)
     else:
         total = _total([part for some in parts for part in some], carriers, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -124,30 +126,6 @@ def _total(parts: Sequence[Tensor], carriers: Sequence[Carrier], norm_type: floa
     summed = (stacked**norm_type).sum().reshape(1)
     dist.all_reduce(summed, dist.ReduceOp.SUM, group=carriers[0].group)
     return (summed.reshape(()) ** (1.0 / norm_type)).to(dtype)
-
-
-def _total_of_divided(
-    held: Sequence[Tensor], carriers: Sequence[Carrier], wanted: Sequence[set[int]], norm_type: float
-) -> Tensor:
-    """Return the norm over gradients of parameters that a layout has divided too. Every rank must call."""
-    from ..parallel.division import norm_of_parts, over_ranks  # imported only when needed
-
-    found: list[Tensor] = []
-    for carrier, only in zip(carriers, wanted, strict=True):
-        powers = torch.zeros(len(carrier.parameters), dtype=torch.float64, device=carrier.parameters[0].device)
-        for block, weight in zip(carrier.blocks, carrier.weights, strict=True):
-            gradient = weight.grad
-            if gradient is None:
-                continue
-            for piece in block.pieces:
-                start = piece.offset - block.start
-                values = gradient.reshape(-1)[start : start + piece.end - piece.start]
-                norm = torch.linalg.vector_norm(values, norm_type, dtype=torch.float64)
-                place = powers[piece.parameter]
-                place.copy_(torch.maximum(place, norm) if math.isinf(norm_type) else place + norm**norm_type)
-        powers = over_ranks(powers, carrier.group, norm_type)
-        found.append(powers[sorted(only)])
-    return norm_of_parts(held, torch.cat(found), norm_type).to(held[0].dtype)
 
 
 def _clip_distributed(
