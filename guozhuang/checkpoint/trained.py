@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from guozhuang.checkpoint.tree import copied
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import Trained
-from guozhuang.sharding.whole import division_if_any, full, full_weights, is_divided, part_like
+from guozhuang.sharding.whole import division_if_any, full, full_weights, is_divided, is_dtensor
 from guozhuang.units import listed
 
 _MAX_NAMED = 5
@@ -196,7 +196,7 @@ def _drop_gathered(module: nn.Module) -> None:
 @torch.no_grad()
 def _set_parameters(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     for name, parameter in module.named_parameters():
-        parameter.copy_(part_like(parameter, saved[name]))
+        parameter.copy_(_part_like(parameter, saved[name]))
 
 
 @torch.no_grad()
@@ -204,7 +204,7 @@ def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
     mine, parts = dict(module.named_buffers()), dict(module.named_modules())
     for name, value in saved.items():
         buffer = mine.get(name)
-        value = value if buffer is None else part_like(buffer, value)
+        value = value if buffer is None else _part_like(buffer, value)
         if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
             buffer.copy_(value)
             continue
@@ -214,6 +214,22 @@ def _set_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
         device = next((p.device for p in module.parameters()), value.device) if buffer is None else buffer.device
         if owner is not None and (last in owner._buffers or not hasattr(owner, last)):
             owner.register_buffer(last, value.to(device, copy=True), persistent=False)
+
+
+def _part_like(parameter: Any, value: Tensor) -> Tensor:
+    """Return of a whole ``value`` what ``parameter`` holds of its own; ``value`` itself if the parameter is not divided."""
+    division = division_if_any(parameter)
+    if division is not None:
+        from guozhuang.parallel.division import part  # imported already, by who divided it
+
+        return part(value, division) if value.shape == division.shape else value
+    if not is_dtensor(parameter):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(
+        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
 
 
 def _compare(what: str, mine: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
@@ -269,7 +285,7 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, saved: Mapping[str,
             continue
         like: Any = parameters[name]
         state[index_of[name]] = {
-            key: part_like(like, v) if isinstance(v, Tensor) and v.shape == like.shape and v.dim() else v
+            key: _part_like(like, v) if isinstance(v, Tensor) and v.shape == like.shape and v.dim() else v
             for key, v in values.items()
         }
     groups = [
@@ -283,7 +299,7 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, saved: Mapping[str,
         kept: Any = optimizer.state.get(parameters[name]) if name in parameters else None
         for key, value in values.items() if kept else ():
             if isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and kept[key].dtype != value.dtype:
-                kept[key] = copied(part_like(parameters[name], value)).to(kept[key].device)
+                kept[key] = copied(_part_like(parameters[name], value)).to(kept[key].device)
 
 
 def _all(names: Sequence[Sequence[str]]) -> Iterator[str]:

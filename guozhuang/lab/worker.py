@@ -31,7 +31,7 @@ from guozhuang.exchange.noise_scale import NoiseMeter, NoiseScale
 from guozhuang.lab import measure
 from guozhuang.lab.results import Phases, RankRecord, StageRecord
 from guozhuang.records import build, write_text
-from guozhuang.sharding.whole import full, full_weights, is_divided, load_whole
+from guozhuang.sharding.whole import full, full_weights, is_divided
 from guozhuang.timeline import Timeline
 from guozhuang.workloads import Workload, load
 
@@ -299,10 +299,22 @@ def _keep_first(trainer: _Trainer) -> dict[str, float]:
             torch.set_num_threads(trainer.spec.num_cores)
             model = trainer.bare
             if trainer.divided:  # the forward of a divided model would need all ranks: evaluate a whole copy
-                model = load_whole(trainer.workload.model().to(trainer.here.device), whole, buffers, model.training)
+                model = _load_whole(trainer.workload.model().to(trainer.here.device), whole, buffers, model.training)
             metrics = {name: float(value) for name, value in trainer.workload.evaluate(model).items()}
     _wait_for_all(trainer.here)
     return metrics
+
+
+def _load_whole(
+    into: torch.nn.Module, weights: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], is_training: bool
+) -> torch.nn.Module:
+    """Copy whole weights and buffers into ``into``, a model of the same class. Not collective."""
+    with torch.no_grad():
+        for name, p in into.named_parameters():
+            p.copy_(weights[name])
+        for name, buffer in into.named_buffers():
+            buffer.copy_(buffers[name])
+    return into.train(is_training)
 
 
 def _mean_phases(trainer: _Trainer) -> Phases:

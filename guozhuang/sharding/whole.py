@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -36,34 +35,9 @@ def full(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()  # type: ignore[no-any-return]
 
 
-def part_like(parameter: Any, value: Tensor) -> Tensor:
-    """Return of a whole ``value`` what ``parameter`` holds of its own; ``value`` itself if the parameter is not divided."""
-    division = division_if_any(parameter)
-    if division is not None:
-        divides = value.shape == division.shape
-        return sys.modules["guozhuang.parallel.division"].part(value, division) if divides else value
-    if not is_dtensor(parameter):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(
-        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
-
-
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return whole parameters by name, detached; divided ones are gathered. Every rank must call it if there are such.
 
     Other parameters are returned without a copy.
     """
     return {name: full(p) for name, p in model.named_parameters()}
-
-
-def load_whole(into: nn.Module, weights: dict[str, Tensor], buffers: dict[str, Tensor], is_training: bool) -> nn.Module:
-    """Copy whole weights and buffers into ``into``, a model of the same class. Not collective."""
-    with torch.no_grad():
-        for name, p in into.named_parameters():
-            p.copy_(weights[name])
-        for name, buffer in into.named_buffers():
-            buffer.copy_(buffers[name])
-    return into.train(is_training)
