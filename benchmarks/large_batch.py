@@ -1,7 +1,7 @@
 """Accuracy on real text after the same samples with batches of 32 to 2,048, with and without LAMB, scaling and warm-up.
 
     python -m benchmarks.large_batch [--data FOLDER] [--batches 32,256,2048] [--samples 131072] [--seeds 1] [--json FILE]
-        [--recipes adamw,adamw-scaled,lamb-scaled] [--model bert-tiny] [--lr 1e-3] [--lamb-lr 2e-3]
+        [--recipes adamw,adamw-scaled,lamb-scaled] [--model bert-tiny] [--lr 1e-3] [--lamb-lr 2e-2]
 
 A small BERT is trained from scratch on the text workload of convergence.py (AG News, or the embedded docstrings), in one
 process that adds up the gradients of parts of a batch: what any number of ranks computes. All recipes see the same number of
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--model", default="bert-tiny")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--lamb-lr", type=float, default=2e-3)
+    parser.add_argument("--lamb-lr", type=float, default=2e-2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     batches, recipes = [int(each) for each in options.batches.split(",")], options.recipes.split(",")
