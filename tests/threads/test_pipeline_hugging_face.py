@@ -94,8 +94,6 @@ def test_a_model_of_hugging_face_trains_as_one_process(name):
     config, options, data = CASES[name]
     torch.manual_seed(11)
     one = getattr(transformers, name)(getattr(transformers, config)(**options)).double().train()
-    if name == "BertForMaskedLM":
-        one.gradient_checkpointing_enable({"use_reentrant": True})
     batches = [data(rows) for rows in (7, 3)]
     models = [copy.deepcopy(one) for _ in range(2)]
 
