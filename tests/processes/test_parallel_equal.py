@@ -272,6 +272,6 @@ def rows_of_table() -> Iterator[Any]:
                 yield pytest.param(check, name, marks=marks, id=f"{name} {backend} {num_ranks} ranks")
 
 
-@pytest.mark.parametrize(("check", "name"), rows_of_table())
+@pytest.mark.parametrize(("check", "name"), list(rows_of_table()))
 def test_one_process_is_equalled(check: Any, name: str) -> None:
     check(name)
