@@ -81,4 +81,8 @@ def _watched_class(kind: type) -> type:
 
         names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         found = _watched[kind] = type(kind.__name__, (kind,), names)
+        if "forward" in vars(
+            found
+        ):  # put there by the class's __init_subclass__, as Hugging Face's layers do to checkpoint
+            delattr(found, "forward")
     return found
