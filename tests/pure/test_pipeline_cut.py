@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from guozhuang.errors import UsageError
 from guozhuang.parallel.pipeline.blocks import find_units
@@ -87,3 +88,19 @@ def test_costs_are_measured_and_nothing_changes() -> None:
     assert found["layers.0"].saved_bytes == rows.nbytes
     assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+
+
+def test_parts_with_checkpoints_of_the_old_style_are_measured_too() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inside, x, use_reentrant=True)
+
+    model = nn.Sequential(*(Checkpointed() for _ in range(3)))
+    batch = Microbatch(0, (torch.randn(2, 8, requires_grad=True),), {}, slice(0, 2), 2)
+    found = measure(model, find_units(model, 2), batch)
+    assert [cost.name for cost in found] == ["0", "1", "2"] and all(cost.seconds > 0 for cost in found)
+    assert all(p.grad is None for p in model.parameters())
