@@ -105,10 +105,10 @@ def loader(
     _check_options(options)
     if world is not None:
         if rank is not None or num_replicas is not None:
-            fix = "pass either `world` or rank and num_replicas"
-            raise UsageError(explain("`world` and rank or num_replicas were both given", fix=fix))
-        # Of a world, ranks that hold one copy of the model together get the same share.
+            what = "`world` and rank or num_replicas were both given"
+            raise UsageError(explain(what, fix="pass either `world` or rank and num_replicas"))
         rank, num_replicas = getattr(world, "data_rank", world.rank), getattr(world, "data_size", world.size)
+    is_alone = world is None and num_replicas == 1
     num_replicas, rank = replica(num_replicas, rank)
     batch_size = _per_rank(batch_size, global_batch_size, num_replicas)
     if batch_size is None and drop_last:
@@ -154,7 +154,7 @@ def loader(
     fetched: DataLoader[Any] = DataLoader(
         source, num_workers=num_workers, collate_fn=collate_fn, generator=generator, **options
     )
-    return Loader(share, fetched, batch_size, drop_last, seed)
+    return Loader(share, fetched, batch_size, drop_last, seed, is_alone)
 
 
 class BatchSampler:
@@ -235,6 +235,7 @@ class Loader:
         dataset: the dataset given to ``loader``.
         batch_size: samples per batch of this rank; None where the dataset or the batch sampler makes the batches.
         is_open: whether a pass goes on: it was neither left nor ran out.
+        is_alone: whether it was made for this rank alone, with ``num_replicas=1``, and not as the world shares its data.
     """
 
     def __init__(
@@ -244,19 +245,19 @@ class Loader:
         batch_size: int | None,
         drop_last: bool,
         seed: int,
+        is_alone: bool,
     ) -> None:
-        self.sampler = share
+        self.sampler, self.is_alone = share, is_alone
         self.dataset: Any = batches.dataset if isinstance(share, DistributedSampler) else share.dataset
         self.batch_size = batch_size
         self._num_counted = batch_size or 1  # what a batch adds to the position: its samples, or itself if it was given
-        self.drop_last = drop_last
-        self.seed = seed
+        self.drop_last, self.seed = drop_last, seed
         self.num_workers: int = batches.num_workers
         self.persistent_workers: bool = batches.persistent_workers
         self.collate_fn: Callable[[list[Any]], Any] = batches.collate_fn
         self.batch_sampler = batches.batch_sampler if isinstance(share, DistributedSampler) else None
         self._batches = batches
-        self._lengths = CommonLength(share) if isinstance(share, DistributedSampler) else None
+        self._lengths = CommonLength(share) if isinstance(share, DistributedSampler) and not is_alone else None
         self._run: EpochPass | None = None
         self.is_open = False
         self._trains = False  # whether an optimizer has ever stepped after a batch of this loader
@@ -268,12 +269,9 @@ class Loader:
         Raises:
             TypeError: the dataset is a stream without a length.
         """
-        self._agree()
-        return _num_batches(len(self.sampler), self.batch_size, self.drop_last)
-
-    def _agree(self) -> None:
         if self._lengths is not None:
             self._lengths.agree()
+        return _num_batches(len(self.sampler), self.batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass over this rank's batches; for the rules of its epoch see ``DistributedSampler``.
@@ -282,13 +280,13 @@ class Loader:
             UsageError: a newer pass has taken over its persistent workers.
             RuntimeError: a worker died or took longer than ``timeout`` seconds.
         """
-        self._agree()
+        if self._lengths is not None:
+            self._lengths.agree()
         if self._run is not None and self._is_over():
             self._run.ran_out()
         run = self._run = self.sampler.begin(None)
-        generator = self._batches.generator
-        assert generator is not None
-        generator.manual_seed(_worker_seed(self.seed, self.sampler))
+        assert self._batches.generator is not None
+        self._batches.generator.manual_seed(_worker_seed(self.seed, self.sampler))
         source: Iterator[Any] = iter(self._batches)
         if isinstance(self.sampler, StreamShare):
             source = itertools.islice(source, self.sampler.num_skipped, None)
@@ -338,7 +336,8 @@ class Loader:
         Save it after a step, from rank 0 or every rank; with ``ends="uneven"`` from rank 0. Batch size, numbers of ranks
         and workers and ``ends`` may differ when it is loaded, but not for a stream that shares itself.
         """
-        self._agree()
+        if self._lengths is not None:
+            self._lengths.agree()
         return self.sampler.state_dict()
 
     def state_to_go_on(self, epoch_comes_again: bool) -> dict[str, Any]:
@@ -361,7 +360,8 @@ class Loader:
         Raises:
             UsageError: the state has another dataset length, seed or shuffle, or is not from ``state_dict``.
         """
-        self._agree()
+        if self._lengths is not None:
+            self._lengths.agree()
         self.sampler.load_state_dict(state)
 
 
@@ -375,9 +375,7 @@ def _per_rank(batch_size: int | None, global_batch_size: int | None, num_replica
         raise UsageError(explain(what, value=(batch_size, whole), fix="pass one of the two"))
     if whole % num_replicas:
         near = f"{max(whole - whole % num_replicas, num_replicas)} or {whole + num_replicas - whole % num_replicas}"
-        what = (
-            f"`global_batch_size` is no multiple of the number of ranks, {num_replicas}, so their shares would differ"
-        )
+        what = f"`global_batch_size` is no multiple of the number of ranks, {num_replicas}, so shares would differ"
         raise UsageError(explain(what, value=whole, fix=f"pass {near}, or start another number of ranks"))
     return whole // num_replicas
 

@@ -45,12 +45,13 @@ class Attendant:
         self._process, self._has_ended, self._spin_s = process, has_ended, spin_s
         self._opening = threading.Lock()  # guards the next attribute
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # One for the own thread, one for the thread that waits: two threads cannot poll by one object.
-        self._pollers = select.poll(), select.poll()
+        # For the own thread, the thread that waits, and a wait inside of that wait: an object cannot poll twice at a time.
+        self._pollers = select.poll(), select.poll(), select.poll()
         self._for_wake = select.poll()
         self._for_wake.register(self._wake_fd, select.POLLIN)
         self.register(self._wake_fd, select.POLLIN)
-        self._sleep_s, self._is_attended, self._away_until, self._sleeps_long = 0.0, False, 0.0, False
+        self._sleep_s, self._away_until, self._sleeps_long = 0.0, 0.0, False
+        self._attending = 0  # the thread that waits and processes meanwhile
         self._processing = 0  # the thread that is inside ``process``
         self._vain = self._skips = 0  # looks in vain, one after the other; waits that do not look first
 
@@ -80,9 +81,9 @@ class Attendant:
         """Process in this thread, which is the group's own, until the end."""
         away_s = _AWAY_S
         while not self._has_ended():
-            if self._is_attended or time.monotonic() < self._away_until:
+            if self._attending or time.monotonic() < self._away_until:
                 woken = self._for_wake.poll(away_s * 1e3)
-                away_s = min(2 * away_s, _LONGEST_AWAY_S) if self._is_attended else _AWAY_S
+                away_s = min(2 * away_s, _LONGEST_AWAY_S) if self._attending else _AWAY_S
                 if woken:
                     with self.lock:
                         self._call({fd for fd, _ in woken})
@@ -90,27 +91,33 @@ class Attendant:
             self._sleeps_long = time.monotonic() > self._away_until + _ACTIVE_S
             events = self._pollers[0].poll(self._sleep_ms(_LONGEST_SLEEP_S if self._sleeps_long else _NAP_S))
             self._sleeps_long = False
-            if not self._is_attended:
+            if not self._attending:
                 with self.lock:
                     self._call({fd for fd, _ in events})
 
     def attend(self, is_done: Callable[[], bool], limit_s: float) -> None:
         """Process in this thread until ``is_done()``, at most ``limit_s`` seconds; return at once if another thread does.
 
+        The handler of a signal may call this while its thread is in a call of it.
+
         Raises:
             BaseException: what a signal's handler raises in this thread.
         """
-        while not self.lock.acquire(timeout=_MOMENT_S):
-            if self._is_attended or is_done() or self._processing == threading.get_ident():  # the last: in a callback
+        is_nested = self._attending == threading.get_ident()  # the handler of a signal waits inside of a wait
+        if self._processing == threading.get_ident():  # in a callback
+            return
+        while not is_nested and not self.lock.acquire(timeout=_MOMENT_S):
+            if self._attending or is_done():
                 return
-        self._is_attended = True
         begin = now = time.monotonic()
-        self._skips = max(self._skips - 1, 0)
-        spin_s = 0.0 if self._skips else self._spin_s
+        spin_s, poller = 0.0, self._pollers[2 if is_nested else 1]
         try:
+            self._attending = threading.get_ident()
+            self._skips = max(self._skips - 1, 0)
+            spin_s = 0.0 if self._skips else self._spin_s
             while not is_done() and not self._has_ended() and now < begin + limit_s:
                 is_spinning = now < begin + spin_s
-                events = self._pollers[1].poll(0 if is_spinning else self._sleep_ms(begin + limit_s - now))
+                events = poller.poll(0 if is_spinning else self._sleep_ms(begin + limit_s - now))
                 if events or not is_spinning:
                     self._call({fd for fd, _ in events})
                 now = time.monotonic()
@@ -118,10 +125,12 @@ class Attendant:
                 self._vain = self._vain + 1 if now > begin + spin_s else 0
                 self._skips = min(2**self._vain, _MOST_SKIPS) if self._vain else 0
         finally:
-            self._is_attended, self._away_until = False, time.monotonic() + _AWAY_S
-            self.lock.release()
-            if now > begin + _LONGEST_AWAY_S:
-                self.wake()  # the own thread may stay away for longer
+            if not is_nested:
+                self._attending, self._away_until = 0, time.monotonic() + _AWAY_S
+                self.lock.release()
+                # The own thread may stay away for longer, or sleep through a wake that this thread has read.
+                if now > begin + _LONGEST_AWAY_S or self._sleeps_long:
+                    self.wake()
 
     def attend_now(self) -> None:
         """Process once, in this thread if none is at it, else in that one."""

@@ -190,9 +190,11 @@ def _lay_out(world: World, chosen: Strategy, layout: str | None, *, is_named: bo
         wanted = world.layout if chosen.name != HYBRID else Layout.parse(requested_layout(), HYBRID, world.size)
     else:
         wanted = Layout.parse(layout or requested_layout(), chosen.name, world.size)
+    made_before_init = 1 if world.layout.dp > 1 else wanted.dp
     if wanted != world.layout:
         world = lay_out(wanted)
-    if any(loader.sampler.num_replicas not in (1, wanted.dp) for loader in registry.loaders):
+    shares = {each.sampler.num_replicas for each in registry.loaders if not each.is_alone}
+    if shares - {wanted.dp, made_before_init}:
         what = f"gz.loader() was called before gz.prepare(), which gives the ranks {wanted.dp} shares of the data"
         fix = "make the loader after prepare(), or give the layout to `guozhuang run --layout`"
         raise UsageError(explain(what, value=str(wanted), rank=world.rank, fix=fix))
@@ -323,11 +325,11 @@ def _give_step(model: nn.Module, loss: Callable[..., Any] | None) -> None:
     """Give a prepared model the method ``step`` of scripts that hand their loss over, unless its strategy has given it one."""
     if loss is None or "step" in vars(type(model)):
         return
-    if hasattr(model, "step"):
-        what = "the model has an attribute `step` of its own, which model.step(x, y) would hide"
-        raise UsageError(explain(what, value=type(model).__name__, fix="rename it, or leave loss= out of prepare()"))
     from guozhuang.strategies.model_step import StepOf  # imported only when needed
 
+    if hasattr(model, "step") and not isinstance(model.step, StepOf | None):  # of an earlier prepare, or of its copy
+        what = "the model has an attribute `step` of its own, which model.step(x, y) would hide"
+        raise UsageError(explain(what, value=type(model).__name__, fix="rename it, or leave loss= out of prepare()"))
     vars(model)["step"] = StepOf(model, loss)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Iterator, Set
@@ -72,7 +73,7 @@ def test_a_wait_ends_by_its_limit_and_where_another_waits(reads: Reads) -> None:
     assert 0.05 <= time.monotonic() - begin < 5.0
     other = threading.Thread(target=reads.attendant.attend, args=(lambda: bool(reads.read), 10.0), name="other")
     other.start()
-    until(lambda: reads.attendant._is_attended, 10.0)
+    until(lambda: reads.attendant._attending, 10.0)
     reads.attendant.attend(lambda: False, 10.0)  # returns at once
     os.write(reads.into, b"a")
     other.join(10.0)
@@ -104,3 +105,51 @@ def test_a_wait_inside_of_a_callback_does_not_process(reads: Reads) -> None:
     attendant.attend_now()
     attendant.close()
     assert len(seen) == 1 and seen[0] < 5.0
+
+
+def test_the_handler_of_a_signal_can_wait_inside_of_a_wait(reads: Reads) -> None:
+    def handle(number: int, frame: object) -> None:
+        os.write(reads.into, b"a")
+        reads.attendant.attend(lambda: len(reads.read) == 1, 10.0)
+        os.write(reads.into, b"b")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        reads.attendant.attend(lambda: len(reads.read) == 2, 10.0)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert reads.read == [("MainThread", b"a"), ("MainThread", b"b")]
+    os.write(reads.into, b"c")
+    until(lambda: reads.read[2:] == [("own", b"c")], 10.0)
+
+
+def test_a_wake_that_a_short_wait_reads_still_reaches_the_own_thread() -> None:
+    """A transfer that nobody waits for has a deadline, which the own thread must learn of before it sleeps for an hour."""
+    slept = [3600.0]
+    turns: list[str] = []
+
+    def process(ready: Set[int]) -> float:
+        turns.append(threading.current_thread().name)
+        return slept[0]
+
+    ended: list[bool] = []
+    attendant = Attendant(process, lambda: bool(ended), 0.0)
+    attendant._away_until = -10.0  # nobody has waited for long
+    thread = threading.Thread(target=attendant.serve, name="own", daemon=True)
+    thread.start()
+    try:
+        until(lambda: attendant._sleeps_long, 10.0)
+        slept[0] = 0.01
+        with attendant.lock:  # so that the wake is read by this thread, as if the own one were slower
+            attendant._sleep_s = 0.01
+        turns.clear()
+        attendant.attend(lambda: bool(turns), 10.0)
+        until(lambda: turns.count("own") >= 2, 10.0)
+    finally:
+        ended.append(True)
+        attendant.wake()
+        thread.join(10.0)
+        attendant.close()

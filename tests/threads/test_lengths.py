@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from guozhuang.data import loader, sampler
+from guozhuang.registry import registry
 from tests.threads.ranks import run_threads
 
 LENGTHS = (10, 7, 9)
@@ -61,3 +62,18 @@ def test_a_loader_of_one_rank_alone_is_told_and_goes_on(
         assert run_threads(alone, 3) == [0, 3, 3]
     heard = sorted(record.getMessage().partition(" like")[0] for record in caplog.records)
     assert heard == [f"[rank {rank}] rank 0 made no loader" for rank in (1, 2)]
+
+
+def beside_one_of_its_own(rank: int, size: int) -> list[int]:
+    registry.data_share = (0, 1)  # as where the ranks hold one copy of the model together
+    own = [loader(list(range(100)), 2, rank=0, num_replicas=1)] if rank == 0 else []
+    return [len(made) for made in (*own, loader(list(range(9)), 2, shuffle=False))]
+
+
+def test_a_loader_for_one_rank_alone_has_the_length_of_its_data_also_where_ranks_share_one_copy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registry, "data_share", None)
+    with caplog.at_level(logging.WARNING, "guozhuang"):
+        assert run_threads(beside_one_of_its_own, 2) == [[50, 5], [5]]
+    assert not caplog.records
