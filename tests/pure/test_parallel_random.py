@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from guozhuang.errors import UsageError
 from guozhuang.parallel.random import Draws, divided, divided_by, undivided
+from guozhuang.parallel.random.draws import _Mode
 
 # (samples, heads, tokens, width)
 SHAPE = (6, 5, 4, 8)
@@ -293,6 +294,35 @@ def test_a_kernel_that_draws_nothing_leaves_the_generator() -> None:
     with draws.forward(), divided(-3, ((0, 3),), 6):
         F.scaled_dot_product_attention(x, x, x)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_operations_are_looked_at_only_while_something_may_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probability of 0, or evaluation, costs nothing; one that rises later is seen before the first draw."""
+    layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+    draws, x = Draws(layer), torch.randn(3, 5, 8)
+    looked: list[object] = []
+    whole = _Mode.__torch_dispatch__
+
+    def counted(mode: _Mode, func: object, *args: object) -> object:
+        looked.append(func)
+        return whole(mode, func, *args)
+
+    monkeypatch.setattr(_Mode, "__torch_dispatch__", counted)
+
+    def step() -> int:
+        looked.clear()
+        torch.default_generator.manual_seed(0)
+        with draws.forward(layer.training):
+            found = layer(x)
+        torch.default_generator.manual_seed(0)
+        assert torch.equal(found, layer(x))
+        return len(looked)
+
+    assert [step() > 0, step()] == [True, 0]
+    layer.dropout1.p = 0.5
+    assert step() > 0
+    layer.eval()
+    assert [step() >= 0, step()] == [True, 0]
 
 
 def test_merged_dims_and_sizes_that_change() -> None:

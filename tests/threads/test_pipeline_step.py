@@ -134,14 +134,13 @@ def test_steps_are_those_of_one_process(schedule: str, num_ranks: int, loss: Any
 def _normed(rank: int, size: int, schedule: str) -> Any:
     model = _made(Normed)[0]
     rows = torch.arange(72, dtype=torch.float64).reshape(12, 6).sin()
-    alone = copy.deepcopy(model)
+    alone, whole = copy.deepcopy(model), copy.deepcopy(model)
     pipe = divide_pipeline(model, make_axes(Layout(pp=size)), num_microbatches=3, schedule=schedule, loss=nn.MSELoss())
     loss = pipe.step(rows, rows.flip(1))
     expected = sum(nn.functional.mse_loss(alone(part), part.flip(1)) / 3 for part in rows.split(4))
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
-    whole = _made(Normed)[0]  # running statistics in the first layer: those of the whole batch
-    whole(rows)
+    whole(rows)  # running statistics in the first layer: those of the whole batch
     for mine, other in zip(model.blocks, alone.blocks, strict=True):
         if mine[0].weight.numel():
             torch.testing.assert_close(mine[0].weight.grad, other[0].weight.grad)

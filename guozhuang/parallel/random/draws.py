@@ -231,8 +231,6 @@ class Draws:
 
     def draw(self, op: Operation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a random operation: make the whole draw, or find it, and return this rank's part."""
-        if self._watch.is_forward and self._is_looking:
-            self._watch.add_caller()
         assert self._start is None or self._microbatch is not None or self._watch.is_forward, (
             "a backward outside of Draws.backward"
         )
@@ -241,6 +239,7 @@ class Draws:
         generator = generator_of(func, args, kwargs)
         if op.kind in ("kernel", "unknown"):
             return self._draw_unknown(op, generator, lambda: func(*args, **kwargs))
+        self._note_caller()
         shape = op.shape(func, args, kwargs)
         parts, whole = parts_of(shape, declared())
         with self._at_place(generator) as is_needed:
@@ -313,7 +312,8 @@ class Draws:
         state = generator.get_state()
         if op.kind == "unknown":
             found = run()
-            if (declared() or self._microbatch is not None) and not torch.equal(state, generator.get_state()):
+            has_drawn = not torch.equal(state, generator.get_state())
+            if has_drawn and (declared() or self._microbatch is not None):
                 what = f"the random operation {op.name} cannot be divided among ranks or microbatches"
                 raise UsageError(explain(what, fix="draw by torch.rand_like, randn_like or nn.functional.dropout"))
         elif declared() or self._microbatch is not None:
@@ -328,9 +328,16 @@ class Draws:
                 torch.rand(4, generator=generator, device=generator.device)
         else:
             found = run()
+            has_drawn = not torch.equal(state, generator.get_state())
+        if has_drawn:
+            self._note_caller()
         if self._watch.is_forward:
             self._last = self._states()
         return found
+
+    def _note_caller(self) -> None:
+        if self._watch.is_forward and self._is_looking:
+            self._watch.add_caller()
 
     @contextlib.contextmanager
     def _at_place(self, generator: torch.Generator) -> Iterator[bool]:

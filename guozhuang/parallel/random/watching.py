@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...errors import UsageError, explain
 from .divided import Declaration, declared, declaring
 
-# Modules that are always watched: they draw as soon as their probability is above 0.
+# Modules that are always watched: they draw while they are in training and their probability is above 0.
 _DRAWING = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase)
 
 
@@ -37,6 +37,8 @@ class Watch:
         self.is_forward = False
         self._mode = mode
         self._is_entered = False
+        # Modules that were seen to draw though no probability of theirs told.
+        self._draw_untold: set[nn.Module] = set()
         for each in module.modules():
             if isinstance(each, _DRAWING):
                 self.add(each)
@@ -60,9 +62,12 @@ class Watch:
             return
         self.modules[module] = ()
         self.num_found += 1
-        entered: list[contextlib.ExitStack] = []
+        entered: list[contextlib.ExitStack | None] = []
 
         def before(called: nn.Module, args: Any) -> None:
+            if not self._draws(module):
+                entered.append(None)
+                return
             stack = contextlib.ExitStack()
             entered.append(stack)
             if self.is_forward:
@@ -74,8 +79,9 @@ class Watch:
                 stack.enter_context(self.looking())
 
         def after(called: nn.Module, args: Any, output: Any) -> None:
-            if entered:  # none if the module was added in this very call
-                entered.pop().close()
+            stack = entered.pop() if entered else None  # none if the module was added in this very call
+            if stack is not None:
+                stack.close()
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
@@ -89,7 +95,17 @@ class Watch:
                     what = "a function that torch.utils.checkpoint runs draws random numbers outside of any module"
                     raise UsageError(explain(what, value=type(module).__name__, fix="give checkpoint a module"))
                 self.add(module)
+                if not self._draws(module):
+                    self._draw_untold.add(module)
+                    self.num_found += 1
                 return
             is_recomputed = is_recomputed or frame.f_code.co_filename.endswith("torch/utils/checkpoint.py")
             frame = frame.f_back  # type: ignore[assignment]
         self.num_found += 1  # there is no module to watch, so all operations must be looked at in the next forward, too
+
+    def _draws(self, module: nn.Module) -> bool:
+        """Return whether a watched module may draw when it is called now."""
+        if not isinstance(module, _DRAWING) or module in self._draw_untold:
+            return True
+        probability = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else module.dropout
+        return module.training and probability > 0
