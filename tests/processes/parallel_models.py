@@ -155,10 +155,21 @@ class UNet(nn.Module):
         return self.leave(x)
 
 
+def bart(p: float) -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes: dict[str, Any] = {"d_model": 16, "vocab_size": VOCABULARY, "max_position_embeddings": TOKENS}
+    for part in ("encoder", "decoder"):
+        sizes |= {f"{part}_layers": 1, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 25}
+    rates = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), p)
+    return BartForConditionalGeneration(BartConfig(**sizes, **rates, use_cache=False, decoder_start_token_id=0))
+
+
 KINDS: Mapping[str, Kind] = {
     "bert": Kind(bert, tokens, token_loss),
     "gpt2": Kind(gpt2, tokens, token_loss),
     "t5": Kind(t5, encoded_and_decoded, token_loss),
+    "bart": Kind(bart, encoded_and_decoded, token_loss),
     "resnet": Kind(Residuals, images, image_loss),
     "unet": Kind(UNet, segmented, segmentation_loss),
 }

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from guozhuang.errors import UsageError
 from guozhuang.parallel.division import division_of, whole
 from guozhuang.parallel.tensor import divide_tensors
 
@@ -396,43 +395,3 @@ PLAN = {"blocks.*.up": "columns", "blocks.*.down": "rows", "tokens": "rows", "he
 def test_by_hand(num_ranks: int) -> None:
     torch.manual_seed(0)
     assert differences(Plain(), of_rows, num_ranks, PLAN) < 1e-6
-
-
-REFUSALS: dict[str, tuple[Callable[[], nn.Module], Any, int, str]] = {
-    "matches nothing": (Plain, {"blocks.*.upp": "columns"}, 2, r"'blocks\.\*\.upp'.*did you mean 'blocks\.\*\.up'"),
-    "unknown word": (Plain, {"head": "column"}, 2, "'column'.*write 'columns'"),
-    "another kind": (Plain, {"tokens": "columns"}, 2, "'tokens' divided by columns, which a Embedding cannot be"),
-    "no attention": (Plain, {"blocks.0": "heads"}, 2, "ModuleDict"),
-    "few columns": (Plain, {"blocks.*.up": "columns"}, 8, "'blocks.0.up' has fewer outputs.*got 7.*tp=7"),
-    "uneven": (
-        lambda: nn.Sequential(nn.Linear(4, 7), nn.Dropout(), nn.Linear(7, 4), nn.LayerNorm(4)),
-        {"0": "columns", "2": "rows"},
-        2,
-        "not equally many on all 2 ranks.*got 7.*name the dropout",
-    ),
-    "heads": (lambda: nn.MultiheadAttention(24, 6), None, 4, "6 heads, which 4 ranks.*tp=1, 2, 3 or 6"),
-    "nothing": (lambda: nn.LayerNorm(4), None, 2, "nothing in LayerNorm"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(name: str) -> None:
-    make, plan, num_ranks, text = REFUSALS[name]
-    models = [make() for _ in range(num_ranks)]
-
-    def of_rank(rank: int, _: int) -> None:
-        with pytest.raises(UsageError, match=text):
-            divide_tensors(models[rank], OnlyTensor(), plan)  # type: ignore[arg-type]
-
-    run_threads(of_rank, num_ranks)
-
-
-def test_fewer_heads_of_keys_than_ranks() -> None:
-    model, _ = family("llama")
-    models = [copy.deepcopy(model) for _ in range(4)]
-
-    def of_rank(rank: int, _: int) -> None:
-        with pytest.raises(UsageError, match=r"4 heads and 2 heads of keys and values, which 4 ranks .* tp=1 or 2"):
-            divide_tensors(models[rank], OnlyTensor())  # type: ignore[arg-type]
-
-    run_threads(of_rank, 4)

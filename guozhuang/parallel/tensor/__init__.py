@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import nn
 
 from ...errors import UsageError, explain
-from .attention import divide_attention
+from .attention import divide_attention, is_plain
 from .families import attention_of, divide_heads, divide_known
 from .layers import (
     CONVOLUTIONS,
     Cutter,
     Spans,
-    TensorRegion,
     can_be_divided,
     channels,
     columns,
     draws,
     feature_dim,
+    holds_parameters,
     num_features,
     rows,
     vocabulary,
@@ -68,6 +68,7 @@ def divide_tensors(model: nn.Module, axes: Axes, plan: Mapping[str, str] | None 
         _divide_by_hand(model, plan, cutter)
     else:
         _divide_by_structure(model, cutter, axes.everyone)
+    _check_shared(model, cutter)
     share = cutter.num_whole_elements / max(num_elements, 1)
     if not share:
         raise UsageError(
@@ -95,7 +96,8 @@ def _divide_by_structure(model: nn.Module, cutter: Cutter, everyone: dist.Proces
     parts = dict(model.named_modules())
     # One rank looks, so that all divide alike; and a trace changes what calling a module means in the whole process.
     pairs = [find_pairs(model, handled) if everyone.rank() == 0 else None]
-    dist.broadcast_object_list(pairs, group=everyone, group_src=0, device=next(model.parameters()).device)
+    device = next((parameter.device for parameter in model.parameters()), None)
+    dist.broadcast_object_list(pairs, group=everyone, group_src=0, device=device)
     for pair in pairs[0] or ():
         _divide_pair(pair, parts, cutter)
 
@@ -103,14 +105,15 @@ def _divide_by_structure(model: nn.Module, cutter: Cutter, everyone: dist.Proces
 def _divide_pair(pair: Found, parts: Mapping[str, Any], cutter: Cutter) -> None:
     last = parts[pair.rows]
     width, num_outputs = num_features(last)
-    if width < cutter.num_ranks or (pair.calls_dropout and num_outputs in cutter.sizes(width)):
-        return  # too narrow; or what the owner draws behind the pair could not be told from what it draws between
-    region, part = TensorRegion(cutter.group), (feature_dim(last), cutter.spans(width), width)
+    outside = {num_outputs, *(num_features(parts[name])[0] for name in pair.columns)}
+    if width < cutter.num_ranks or (pair.calls_dropout and outside & set(cutter.sizes(width))):
+        return  # too narrow; or what the owner draws before or behind the pair could not be told from what it draws between
+    part = (feature_dim(last), cutter.spans(width), width)
     for name in pair.columns:
-        columns(parts[name], cutter, region, name=name)
+        columns(parts[name], cutter, name=name)
     for name in pair.channels:
         channels(parts[name], cutter, width)
-    rows(last, cutter, region, name=pair.rows)
+    rows(last, cutter, name=pair.rows)
     for name in pair.dropouts:
         draws(parts[name], part)
     if pair.calls_dropout:
@@ -120,23 +123,21 @@ def _divide_pair(pair: Found, parts: Mapping[str, Any], cutter: Cutter) -> None:
 def _divide_by_hand(model: nn.Module, plan: Mapping[str, str], cutter: Cutter) -> None:
     words = dict(_resolved(model, plan))
     parts = dict(model.named_modules())
-    regions: dict[str, TensorRegion] = {}
     divided = _divided_features(words, parts, cutter)
     for name, word in words.items():
         part: Any = parts[name]
-        region = regions.setdefault(name.rpartition(".")[0], TensorRegion(cutter.group))
         if word in ("columns", "rows", "gathered") and can_be_divided(part) and getattr(part, "groups", 1) == 1:
             if word == "rows":
-                rows(part, cutter, region, name=name)
+                rows(part, cutter, name=name)
             else:
-                columns(part, cutter, region, gathers=word == "gathered", name=name)
+                columns(part, cutter, gathers=word == "gathered", name=name)
         elif word == "columns" and isinstance(part, nn.Dropout) and name.rpartition(".")[0] in divided:
             draws(part, divided[name.rpartition(".")[0]])
-        elif word == "rows" and type(part) is nn.Embedding:
+        elif word == "rows" and type(part) is nn.Embedding and holds_parameters(part, "weight"):
             vocabulary(part, cutter, name=name)
-        elif word == "channels" and isinstance(part, (*CONVOLUTIONS, nn.modules.batchnorm._BatchNorm)):
-            channels(part, cutter, part.groups if isinstance(part, CONVOLUTIONS) else part.num_features)
-        elif word == "heads" and type(part) is nn.MultiheadAttention:
+        elif word == "channels" and (num_channels := _num_channels(part)) >= cutter.num_ranks:
+            channels(part, cutter, num_channels)
+        elif word == "heads" and is_plain(part):
             divide_attention(part, cutter, name)
         elif word == "heads" and (attention := attention_of(part)) is not None:
             divide_heads(part, attention, cutter, name)
@@ -149,6 +150,24 @@ def _divide_by_hand(model: nn.Module, plan: Mapping[str, str], cutter: Cutter) -
                     "depthwise convolutions, heads for attention with separate layers for queries, keys and values",
                 )
             )
+
+
+def _num_channels(part: Any) -> int:
+    """How many channels the module treats each apart; 0 if it does not."""
+    if type(part) in CONVOLUTIONS and holds_parameters(part, "weight", "bias") and part.groups == part.in_channels:
+        return int(part.groups)
+    is_own = isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
+    return int(part.num_features) if is_own else 0
+
+
+def _check_shared(model: nn.Module, cutter: Cutter) -> None:
+    """Raise if a module that was not divided computes with a matrix of which this rank has a part only."""
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1 and id(parameter) in cutter.cut and id(module) not in cutter.layers:
+                what = f"the parameter {own!r} of {name!r} belongs to another layer too, which is divided, and {name!r} is not"
+                fix = 'name both in the plan, an embedding as "rows" and the layer that is tied to it as "gathered", or neither'
+                raise UsageError(explain(what, fix=fix))
 
 
 def _divided_features(
@@ -170,7 +189,7 @@ def _divided_features(
         found[owner] = (feature_dim(layers[0]), cutter.spans(width), width)
         ends = {
             num_features(held[name])[1] for name, word in named.items() if word == "rows" and can_be_divided(held[name])
-        }
+        } | {num_features(layer)[0] for layer in layers}
         if owner and set(named.values()) == {"columns", "rows"} and not ends & set(cutter.sizes(width)):
             draws(parts[owner], found[owner])
         elif len(set(cutter.sizes(width))) > 1 and not any(

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from ..random import divided
 from . import functions
-from .layers import Cutter, TensorRegion, check_heads, rows
+from .layers import Cutter, TensorRegion, can_be_divided, check_heads, holds_parameters, rows
 
 
 class DividedAttention(nn.MultiheadAttention):
@@ -109,6 +109,14 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether the module is an unchanged ``nn.MultiheadAttention``."""
+    names = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
+    return (
+        type(module) is nn.MultiheadAttention and holds_parameters(module, *names) and can_be_divided(module.out_proj)
+    )
+
+
 def divide_attention(attention: nn.MultiheadAttention, cutter: Cutter, name: str) -> None:
     """Leave this rank its heads of the module, in place.
 
@@ -125,8 +133,9 @@ def divide_attention(attention: nn.MultiheadAttention, cutter: Cutter, name: str
     for bias in (attention.bias_k, attention.bias_v):
         cutter(bias, 2, one)
     divided: Any = attention
-    divided.region = TensorRegion(cutter.group)
-    rows(attention.out_proj, cutter, divided.region, name=f"{name}.out_proj")
+    divided.region = cutter.region
+    cutter.layers.add(id(attention))
+    rows(attention.out_proj, cutter, name=f"{name}.out_proj")
     divided.head_sizes = cutter.sizes(attention.num_heads)
     (divided.own_heads,) = cutter.spans(attention.num_heads)
     attention.__class__ = DividedAttention

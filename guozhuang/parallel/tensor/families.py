@@ -13,14 +13,15 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-from .attention import divide_attention
+from ...errors import UsageError, explain
+from .attention import divide_attention, is_plain
 from .layers import (
     Cutter,
-    TensorRegion,
     can_be_divided,
     check_heads,
     columns,
     draws,
+    drop_input,
     num_features,
     rows,
     sum_gradients,
@@ -72,12 +73,14 @@ class FeedForward:
         rows: the layer that reads the result.
         packed: whether the output of the first is several pieces side by side that are multiplied.
         between: dropouts between them.
+        rate: the attribute that says with which probability the module drops features between them by a function.
     """
 
     columns: tuple[str, ...]
     rows: str
     packed: bool = False
     between: tuple[str, ...] = ()
+    rate: str = ""
 
 
 ATTENTIONS = (
@@ -98,7 +101,7 @@ FEED_FORWARDS = (
     FeedForward(("c_fc",), "c_proj"),
     FeedForward(("wi",), "wo", between=("dropout",)),
     FeedForward(("wi_0", "wi_1"), "wo", between=("dropout",)),
-    FeedForward(("fc1",), "fc2"),
+    FeedForward(("fc1",), "fc2", rate="activation_dropout"),
     FeedForward(("Wi",), "Wo", packed=True, between=("drop",)),
     FeedForward(("gate_proj", "up_proj"), "down_proj"),
 )
@@ -162,14 +165,15 @@ def divide_heads(module: nn.Module, pattern: Attention, cutter: Cutter, name: st
     if min(counts) < num_heads:
         heads["heads of keys and values"] = min(counts)
     check_heads(name, heads, cutter.num_ranks)
-    region = TensorRegion(cutter.group)
+    _check_counts(name, owner, num_heads)
     for (path, layer), number in zip(layers, pieces, strict=True):
-        columns(layer, cutter, region, num_pieces=number, name=f"{name}.{path}")
-    rows(joined, cutter, region, name=f"{name}.{pattern.rows}")
+        columns(layer, cutter, num_pieces=number, name=f"{name}.{path}")
+    rows(joined, cutter, name=f"{name}.{pattern.rows}")
     for path in pattern.per_head:
         embedding = _part(owner, path)
         if embedding is not None:
             cutter(embedding.weight, 1, cutter.spans(num_heads))
+            cutter.layers.add(id(embedding))
             embedding.embedding_dim = num_heads // cutter.num_ranks
     for path in pattern.shared:
         norm = _part(owner, path)
@@ -183,18 +187,30 @@ def divide_heads(module: nn.Module, pattern: Attention, cutter: Cutter, name: st
     draws(owner, (-3, cutter.spans(num_heads), num_heads))  # attention probabilities: (samples, heads, tokens, tokens)
 
 
+def _check_counts(name: str, owner: nn.Module, num_heads: int) -> None:
+    """Raise if the module may keep its number of heads under a name that is not known, and would not learn its own part's."""
+    counts = {attribute: value for attribute, value in vars(owner).items() if type(value) is int and value == num_heads}
+    if counts and not set(counts) & set(_COUNTS) and not is_known(owner):
+        what = f"it cannot be told where the attention {name!r} keeps its number of heads, {num_heads}"
+        fix = f"call it {_COUNTS[0]} in {type(owner).__name__}, or leave the attention out of the plan"
+        raise UsageError(explain(what, value="perhaps in " + ", ".join(counts), fix=fix))
+
+
 def divide_feed_forward(module: nn.Module, pattern: FeedForward, cutter: Cutter, name: str) -> None:
     """Leave this rank its part of the features between the two layers."""
     last = _part(module, pattern.rows)
     width = num_features(last)[0]
-    region = TensorRegion(cutter.group)
     for path in pattern.columns:
         layer = _part(module, path)
         pieces = num_features(layer)[1] // width if pattern.packed else 1
-        columns(layer, cutter, region, num_pieces=pieces, name=f"{name}.{path}")
-    rows(last, cutter, region, name=f"{name}.{pattern.rows}")
+        columns(layer, cutter, num_pieces=pieces, name=f"{name}.{path}")
+    rows(last, cutter, name=f"{name}.{pattern.rows}")
     for path in pattern.between:
         draws(_part(module, path), (-1, cutter.spans(width), width))
+    if rate := getattr(module, pattern.rate, 0.0) if pattern.rate else 0.0:
+        # Of the module's own draws it could not be told which are between the two: so the layer behind them draws instead.
+        setattr(module, pattern.rate, 0.0)
+        drop_input(last, rate, (-1, cutter.spans(width), width))
 
 
 def is_known(module: nn.Module) -> bool:
@@ -210,7 +226,7 @@ def divide_known(model: nn.Module, cutter: Cutter) -> Iterator[nn.Module]:
         UsageError: heads do not divide by the ranks.
     """
     for name, module in list(model.named_modules()):
-        if type(module) is nn.MultiheadAttention:
+        if is_plain(module):
             divide_attention(module, cutter, name)
             yield module
         if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
@@ -235,7 +251,10 @@ def _divide_transformer_layer(layer: Any, cutter: Cutter, name: str) -> bool:
         layer.activation_relu_or_gelu = 0  # turns off the fast path, which reads the parameters of all parts by itself
     base = nn.TransformerEncoderLayer if isinstance(layer, nn.TransformerEncoderLayer) else nn.TransformerDecoderLayer
     is_elementwise = layer.activation in _ACTIVATIONS or type(layer.activation).__module__.startswith("torch.nn.")
-    if type(layer)._ff_block is not base._ff_block or not is_elementwise:
+    own = [each for kind in type(layer).__mro__[: type(layer).__mro__.index(base)] for each in vars(kind).values()]
+    names = {name for each in own for name in getattr(getattr(each, "__code__", None), "co_names", ())}
+    calls_parts = bool(names & {"linear1", "linear2"})  # a subclass puts other things between them
+    if type(layer)._ff_block is not base._ff_block or calls_parts or not is_elementwise:
         return False
     pair = FeedForward(("linear1",), "linear2", between=("dropout",))
     if not _all_are_layers(layer, pair):
@@ -263,4 +282,4 @@ def _divide_vocabulary(model: Any, cutter: Cutter) -> None:
         vocabulary(module, cutter, name=name)
     if scores is not None and num_features(scores)[1] >= cutter.num_ranks:
         name = next(name for name, module in model.named_modules() if module is scores)
-        columns(scores, cutter, TensorRegion(cutter.group), gathers=True, name=name)
+        columns(scores, cutter, gathers=True, name=name)

@@ -18,7 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from typing_extensions import override
 
 from ...errors import UsageError, explain
-from ..division import divide
+from ..division import divide, division_of
 from ..random import divided, undivided
 from . import functions
 
@@ -35,12 +35,16 @@ class Cutter:
         group: the ranks that have the parts.
         index: this rank's number among them.
         num_ranks: how many there are.
+        region: what all layers that are divided enter and leave.
         cut: for each parameter or buffer that was cut, by its id, what was cut how.
+        layers: the ids of the modules that compute with this rank's parts.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.index, self.num_ranks = group, group.rank(), group.size()
+        self.region = TensorRegion(group)
         self.cut: dict[int, tuple[Tensor, int, Spans]] = {}
+        self.layers: set[int] = set()
         self.num_whole_elements = 0
 
     def sizes(self, length: int) -> tuple[int, ...]:
@@ -61,7 +65,10 @@ class Cutter:
             return
         known = self.cut.get(id(tensor))
         if known is not None:
-            assert known[1:] == (dim, spans), f"cut in two ways: {known[1:]} and {(dim, spans)}"
+            if known[1:] != (dim, spans):
+                what = "a parameter that several layers share would be cut in two ways"
+                fix = "cut all of them along one dim: an embedding by rows goes together with a linear layer that is gathered"
+                raise UsageError(explain(what, value=tuple(division_of(tensor).shape), fix=fix))  # type: ignore[union-attr]
             return
         self.cut[id(tensor)] = (tensor, dim, spans)
         if isinstance(tensor, nn.Parameter):
@@ -73,11 +80,13 @@ class TensorRegion:
     """What lies between the first divided layers and the last one: the same input is entered once for all that read it.
 
     The query, key and value of attention read one tensor. Entering it once for the three makes one all_reduce of their sum.
+    All layers of a model share one region, so that of what was entered and not left, as where torch.utils.checkpoint ends a
+    second forward before its last layers, no more than two tensors are kept.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._entered: list[tuple[Tensor, Tensor]] = []
+        self._entered: list[tuple[Tensor, int, Tensor]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRegion:
         memo[id(self)] = made = TensorRegion(self.group)
@@ -85,13 +94,13 @@ class TensorRegion:
 
     def enter(self, whole: Tensor) -> Tensor:
         """Return what a divided layer reads: see :func:`functions.enter`."""
-        for given, entered in self._entered:
-            if given is whole and torch.is_grad_enabled():
+        for given, version, entered in self._entered:
+            if given is whole and version == whole._version and torch.is_grad_enabled():
                 return entered
         entered = functions.enter(whole, self.group)
         if entered is not whole:
             # Two, because attention reads at most two tensors. What a forward that failed left is dropped by later ones.
-            self._entered = [*self._entered[-1:], (whole, entered)]
+            self._entered = [*self._entered[-1:], (whole, whole._version, entered)]
         return entered
 
     def leave(self, addend: Tensor) -> Tensor:
@@ -108,9 +117,10 @@ class Columns:
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's outputs of the whole input."""
-        divided: Tensor = super().forward(self.region.enter(input))  # type: ignore[misc]
         if self.gathered_sizes is None:
-            return divided
+            return super().forward(self.region.enter(input))  # type: ignore[misc, no-any-return]
+        # No rows follow, which would leave the region.
+        divided: Tensor = super().forward(functions.enter(input, self.region.group))  # type: ignore[misc]
         return functions.gathered(divided, feature_dim(self), self.gathered_sizes, self.region.group)
 
 
@@ -156,13 +166,14 @@ class _Vocabulary(nn.Embedding):
 
     region: TensorRegion
     first_row: int
-    whole_padding_idx: int | None
 
     @override
     def forward(self, input: Tensor) -> Tensor:
         own = input - self.first_row
         is_foreign = (own < 0) | (own >= self.weight.shape[0])
-        found = F.embedding(own.masked_fill(is_foreign, 0), self.weight, self.padding_idx)
+        # What no rank has stays an index out of range, so that every rank raises as one process does.
+        is_elsewhere = is_foreign & (input >= 0) & (input < self.num_embeddings)
+        found = F.embedding(own.masked_fill(is_elsewhere, 0), self.weight, self.padding_idx)
         return self.region.leave(found.masked_fill(is_foreign.unsqueeze(-1), 0.0))
 
 
@@ -173,7 +184,16 @@ def is_transposed(layer: nn.Module) -> bool:
 
 def can_be_divided(layer: nn.Module) -> bool:
     """Whether the layer is one that ``columns`` and ``rows`` take: an unchanged linear layer or convolution."""
-    return type(layer) in LINEARS or type(layer) in CONVOLUTIONS or is_transposed(layer)
+    is_known = type(layer) in LINEARS or type(layer) in CONVOLUTIONS or is_transposed(layer)
+    return is_known and holds_parameters(layer, "weight", "bias")
+
+
+def holds_parameters(layer: nn.Module, *names: str) -> bool:
+    """Whether these are the layer's own parameters, or None, and its forward is that of its class.
+
+    Otherwise something computes them anew before each call, such as ``torch.nn.utils.weight_norm`` and ``prune``.
+    """
+    return all(name in layer._parameters for name in names) and "forward" not in vars(layer)
 
 
 def num_features(layer: Any) -> tuple[int, int]:
@@ -190,15 +210,12 @@ def feature_dim(layer: Any) -> int:
     return 1 - int(layer.weight.dim()) if isinstance(layer, CONVOLUTIONS) else -1
 
 
-def columns(
-    layer: Any, cutter: Cutter, region: TensorRegion, *, num_pieces: int = 1, gathers: bool = False, name: str = ""
-) -> None:
+def columns(layer: Any, cutter: Cutter, *, num_pieces: int = 1, gathers: bool = False, name: str = "") -> None:
     """Leave this rank its part of the layer's outputs.
 
     Args:
         layer: the layer; see :func:`can_be_divided`.
         cutter: what cuts parameters.
-        region: the region that begins here.
         num_pieces: the outputs are that many equal pieces side by side, each of which is divided.
         gathers: whether the output is whole, for what reads it may be anything.
         name: the layer's name, for errors.
@@ -210,7 +227,8 @@ def columns(
     cutter(layer.weight, 1 if is_transposed(layer) else 0, spans)
     cutter(layer.bias, 0, spans)
     own = sum(stop - start for start, stop in spans)
-    layer.region = region
+    layer.region = cutter.region
+    cutter.layers.add(id(layer))
     if gathers:
         assert num_pieces == 1
         layer.gathered_sizes = cutter.sizes(num_outputs)
@@ -223,7 +241,7 @@ def columns(
     _become(layer, Columns)
 
 
-def rows(layer: Any, cutter: Cutter, region: TensorRegion, *, name: str = "") -> None:
+def rows(layer: Any, cutter: Cutter, *, name: str = "") -> None:
     """Leave this rank its part of the layer's inputs; the output is the sum over ranks. Arguments as of :func:`columns`."""
     num_inputs = num_features(layer)[0]
     if num_inputs < cutter.num_ranks:
@@ -231,7 +249,8 @@ def rows(layer: Any, cutter: Cutter, region: TensorRegion, *, name: str = "") ->
     spans = cutter.spans(num_inputs)
     cutter(layer.weight, 0 if is_transposed(layer) else 1, spans)
     own = spans[0][1] - spans[0][0]
-    layer.region = region
+    layer.region = cutter.region
+    cutter.layers.add(id(layer))
     if is_transposed(layer):
         layer.nx = own
         _become(layer, _RowsOfTransposed)
@@ -247,6 +266,7 @@ def channels(layer: Any, cutter: Cutter, num_channels: int) -> None:
     """Leave this rank its channels of a layer that treats each channel apart: a depthwise convolution or BatchNorm."""
     spans = cutter.spans(num_channels)
     own = spans[0][1] - spans[0][0]
+    cutter.layers.add(id(layer))
     if isinstance(layer, CONVOLUTIONS):
         per_channel = layer.out_channels // num_channels
         spans = tuple((start * per_channel, stop * per_channel) for start, stop in spans)
@@ -282,7 +302,8 @@ def vocabulary(layer: nn.Embedding, cutter: Cutter, *, name: str = "") -> None:
     padding = layer.padding_idx
     layer.padding_idx = padding - start if padding is not None and start <= padding < stop else None
     made: Any = layer
-    made.first_row, made.region = start, TensorRegion(cutter.group)
+    made.first_row, made.region = start, cutter.region
+    cutter.layers.add(id(layer))
     # A subclass that scales what its base class finds, as some model families have, stays in front.
     layer.__class__ = _Vocabulary if type(layer) is nn.Embedding else _joined(type(layer), _Vocabulary)
 
@@ -318,8 +339,20 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
         return dense
 
     for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.register_hook(total)
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # a frozen parameter takes no hook, and may be trained later
+        parameter.register_hook(total)
+        parameter.requires_grad_(is_trained)
+
+
+def drop_input(layer: nn.Module, rate: float, part: tuple[int, Spans, int]) -> None:
+    """Let dropout act on a layer's input, which is this rank's part: of which dim, which spans of how many."""
+
+    def before(called: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        with divided(*part):
+            return (F.dropout(given[0], rate, called.training), *given[1:])
+
+    layer.register_forward_pre_hook(before)
 
 
 _made: dict[tuple[type, type], type] = {}

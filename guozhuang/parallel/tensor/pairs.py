@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import operator
+import random
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
@@ -81,13 +84,20 @@ def find_pairs(model: nn.Module, handled: Collection[int]) -> list[Found]:
         model: read only.
         handled: ids of modules that are divided already, and are looked through no more.
     """
+    copied = _copy(model)
+    handled = {id(new) for old, new in zip(model.modules(), copied.modules(), strict=True) if id(old) in handled}
     holders: collections.Counter[int] = collections.Counter()
-    for module in model.modules():
+    for module in copied.modules():
         holders.update(id(parameter) for parameter in module.parameters(recurse=False))
+    # By how many names each module can be reached.
+    names_of = collections.Counter(id(module) for _, module in copied.named_modules(remove_duplicate=False))
     found: list[Found] = []
-    with _attributes_kept(model), torch.random.fork_rng(devices=[]):
-        for prefix, module, graph in _traces(model, "", handled):
-            found += _of_graph(graph, module, prefix, holders)
+    seen: set[int] = set()
+    with _attributes_kept(copied), _generators_kept():
+        for prefix, module, graph in _traces(copied, "", handled):
+            if id(module) not in seen:
+                seen.add(id(module))
+                found += _of_graph(graph, module, prefix, holders, names_of)
     taken: set[str] = set()
     result = []
     for pair in found:
@@ -96,6 +106,24 @@ def find_pairs(model: nn.Module, handled: Collection[int]) -> list[Found]:
             taken |= names
             result.append(pair)
     return result
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a copy with the same parameters, whose buffers and lists a forward may change; the model if it has none."""
+    with contextlib.suppress(Exception):
+        return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    return model
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 @contextlib.contextmanager
@@ -121,7 +149,13 @@ def _traces(module: nn.Module, prefix: str, handled: Collection[int]) -> Iterato
         yield from _traces(child, f"{prefix}{name}.", handled)
 
 
-def _of_graph(graph: fx.Graph, module: nn.Module, prefix: str, holders: collections.Counter[int]) -> Iterator[Found]:
+def _of_graph(
+    graph: fx.Graph,
+    module: nn.Module,
+    prefix: str,
+    holders: collections.Counter[int],
+    names_of: collections.Counter[int],
+) -> Iterator[Found]:
     parts = dict(module.named_modules())
     calls = collections.Counter(node.target for node in graph.nodes if node.op in ("call_module", "get_attr"))
     named = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
@@ -131,6 +165,7 @@ def _of_graph(graph: fx.Graph, module: nn.Module, prefix: str, holders: collecti
         layer = parts[str(node.target)]
         return (
             calls[node.target] == 1
+            and names_of[id(layer)] == names_of[id(module)]  # not also part of a module beside this one
             and str(node.target) not in named
             and all(holders[id(parameter)] == 1 for parameter in layer.parameters(recurse=False))
         )
