@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from guozhuang.errors import MismatchError
 from guozhuang.parallel.pipeline.deferred import DeferredWeights
@@ -168,8 +169,17 @@ def test_the_gradients_of_weights_are_computed_later(layer: nn.Module) -> None:
         (layer(rows) ** 2).sum().backward()
     assert rows.grad is not None and not any(p.grad is not None for p in layer.parameters())
     weights.compute((0, 0))
-    for parameter, gradient in zip(layer.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    seen: list[Tensor | None] = []  # None in the first half
+    handle = get_gradient_edge(layer.weight).node.register_prehook(lambda gradients: seen.extend(gradients))
+    for time in (1, 2, 3):  # a hook that comes later sees what is added, until it is removed
+        for parameter, gradient in zip(layer.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, time * gradient)
+        assert len([each for each in seen if each is not None]) == min(1, time - 1)
+        if time == 2:
+            handle.remove()
+        with weights.of((0, time)):
+            (layer(rows) ** 2).sum().backward()
+        weights.compute((0, time))
 
 
 def _other_batches(rank: int, size: int) -> None:

@@ -3,9 +3,10 @@
 [Note: divided backwards] The gradient of a weight that was multiplied with the layer's input needs only that input and the
 gradient of the layer's output; nothing else waits for it. So the backward of ``nn.Linear``, and of the transposed one of GPT-2,
 is replaced by one that computes the gradient of the input and keeps the two matrices; no graph is walked twice. Everything else
-(norms, embeddings, convolutions, products under autocast) is computed in the first half, as usual. The kept gradients are
-handed to autograd's own accumulation, so hooks on it run. A hook on a parameter is to see the sum over all uses of the
-parameter in a backward, so parameters with hooks are left to the first half, which runs them as usual.
+(norms, embeddings, convolutions, products under autocast) is computed in the first half, as usual. A hook on a parameter is to
+see the sum over all uses of the parameter in a backward, so parameters with hooks are left to the first half, which runs them
+as usual. A later product is added to ``p.grad`` as it is computed, without a matrix and a call of autograd's engine for it.
+Where a hook of autograd's accumulation node is to see the gradient, it is handed to the engine, which runs the hook.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from guozhuang.gradients.output_hooks import OutputHook, is_traced
 from guozhuang.gradients.products import ProductOperands, replace_backward
@@ -26,6 +28,24 @@ class _Deferred:
 
     def __init__(self) -> None:
         self.kept: list[tuple[nn.Parameter, nn.Parameter | None, ProductOperands]] = []
+
+
+class _AccumulationHooks:
+    """Tells whether autograd's accumulation node of a parameter has hooks now, which a node itself does not show."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._node = get_gradient_edge(parameter).node  # while it is alive, autograd makes no other
+        handles = self._node.register_hook(_ignore), self._node.register_prehook(_ignore)
+        self._hooks = [handle.hooks_dict_ref() for handle in handles]
+        for handle in handles:
+            handle.remove()
+
+    def __bool__(self) -> bool:
+        return any(self._hooks)
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing with a gradient."""
 
 
 class _Taker:
@@ -52,6 +72,7 @@ class DeferredWeights:
     def __init__(self, model: nn.Module) -> None:
         self._now: _Deferred | None = None
         self._of_place: dict[tuple[int, int], _Deferred] = {}
+        self._hooks: dict[int, _AccumulationHooks] = {}  # by identity of a parameter, which they keep alive
         for part in model.modules():
             if _multiplies(part):
                 part.register_forward_hook(_DeferringHook(self))
@@ -69,15 +90,36 @@ class DeferredWeights:
         """Compute the gradients that were left for later in a (stage, microbatch), and add them to ``p.grad``."""
         kept = self._of_place.pop(place).kept
         kept.reverse()
-        while kept:
-            weight, bias, operands = kept.pop()
-            left, right = operands.factors
-            parameters: list[Tensor] = [weight]
-            gradients = [left.mm(right)]
-            if bias is not None:
-                parameters.append(bias)
-                gradients.append(operands.rows.sum(0))
-            torch.autograd.backward(parameters, gradients)
+        with torch.no_grad():
+            while kept:
+                weight, bias, operands = kept.pop()
+                left, right = operands.factors
+                if self._adds_directly(weight, left):
+                    if weight.grad is None:
+                        weight.grad = left.mm(right)
+                    else:
+                        weight.grad.addmm_(left, right)
+                else:
+                    torch.autograd.backward(weight, left.mm(right))
+                if bias is None:
+                    continue
+                of_bias = operands.rows.sum(0)
+                if not self._adds_directly(bias, of_bias):
+                    torch.autograd.backward(bias, of_bias)
+                elif bias.grad is None:
+                    bias.grad = of_bias
+                else:
+                    bias.grad.add_(of_bias)
+
+    def _adds_directly(self, parameter: nn.Parameter, addend: Tensor) -> bool:
+        """Return whether nobody but ``p.grad`` is to get what is added, and it can be added in place."""
+        hooks = self._hooks.get(id(parameter))
+        if hooks is None:
+            hooks = self._hooks[id(parameter)] = _AccumulationHooks(parameter)
+        if hooks or not _is_free(parameter) or parameter.dtype != addend.dtype:
+            return False
+        grad = parameter.grad
+        return grad is None or (grad.dtype == addend.dtype and type(grad) is Tensor and grad.layout == torch.strided)
 
     def deferred(self) -> _Deferred | None:
         """Return where products are kept now; None outside of :meth:`of`."""
