@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..errors import UsageError, explain
 from ..groups.subgroups import subgroup
@@ -28,6 +29,30 @@ class Around:
 
     inputs: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     outputs: Callable[[Any], Any]
+
+
+class _MeanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total / ctx.group.size(), None
+
+
+def with_mean_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return an input that all ranks have whole; its gradient is the mean of the ranks' gradients, which is one process's.
+
+    Every rank of the group must call it, and its backward.
+    """
+    if not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor
+    return _MeanGradient.apply(tensor, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class Axes:

@@ -281,6 +281,54 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
+def hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return x
+
+
+class Embedded(nn.Module):
+    """Embeddings that look at all tokens, beside an input that comes from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limited, self.counted = (
+            nn.Embedding(50, WIDTH, **each) for each in ({"max_norm": 1.0}, {"scale_grad_by_freq": True})
+        )
+        self.blocks = nn.ModuleList(Block("bias", lambda x: x + torch.frexp(x)[0]) for _ in range(2))
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        ranks = ids.argsort(1)
+        x = x + self.limited(ids) + self.counted(ids) + F.one_hot(ranks)[..., :1].to(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def embeds(rank: int, size: int, model: nn.Module) -> list[Tensor]:
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
+    found = ids(generator), torch.randn(ROWS, LENGTH, WIDTH, generator=generator).double().requires_grad_()
+    if size == 1:
+        model(*found).square().mean().backward()
+    else:
+        around = divide_sequence(model, make_axes(Layout(sequence=size)))
+        args, kwargs = around.inputs(found, {})
+        around.outputs(model(*args, **kwargs)).square().mean().backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= size
+    return [found[1].grad, *model.parameters(), *(each.grad for each in model.parameters() if each.grad is not None)]  # type: ignore[list-item]
+
+
+def test_embeddings_that_look_at_all_tokens_and_gradients_of_inputs() -> None:
+    torch.manual_seed(0)
+    model = Embedded().double()
+    expected = embeds(0, 1, model)
+    for found in run_threads(embeds, 2, model):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+
 def images() -> nn.Module:
     return nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(2)))
 
@@ -296,6 +344,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "an own autograd function": (lambda: Blocks("bias", Doubled.apply), "Doubled"),
     "reentrant checkpoints": (lambda: Blocks("bias", checkpoints=True), "CheckpointFunction.*use_reentrant=False"),
     "numpy": (lambda: Blocks("bias", lambda x: x + torch.from_numpy(x.detach().numpy())), "'numpy'"),
+    "answers for all tokens": (lambda: Blocks("bias", lambda x: x if torch.equal(x, x + 1) else x * 2), "'equal'"),
+    "hook": (lambda: Blocks("bias", hooked), "register_hook of an activation"),
+    "a gradient inside": (
+        lambda: Blocks("bias", lambda x: torch.autograd.grad(x, x, torch.ones_like(x))[0]),
+        "a gradient that is taken inside",
+    ),
     "no blocks": (lambda: nn.Linear(WIDTH, WIDTH), "no list of blocks.*Linear"),
     "images": (images, r"0 a tensor of shape \(3, 3, 8, 8\).*space"),
     "heads": (lambda: Encoder(True), "3 ranks .got '4 heads'"),

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.groups.subgroups import twin
 
-from ..axes import Around, Axes
+from ..axes import Around, Axes, with_mean_gradient
 from ..pipeline.blocks import find_blocks
 from . import attention, layouts, products, tokenwise
 from .divided import Place, check_history, divided, place_of, refuse, whole_of
@@ -98,7 +99,11 @@ class _ModelCall:
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.team.in_blocks.clear()
         self._seen.clear()
-        return args, dict(kwargs)
+
+        def alike(each: Any) -> Any:
+            return with_mean_gradient(each, self.team.group) if isinstance(each, Tensor) else each
+
+        return tree_map(alike, (args, dict(kwargs)))  # type: ignore[no-any-return]
 
     def end(self, outputs: Any) -> Any:
         if not self._has_divided and self._seen:

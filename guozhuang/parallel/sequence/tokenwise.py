@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from ..random import divided as draws_part
-from .divided import Place, by_gathering, cut_where_it_meets, divided, each_divided, place_of, rule, whole_of
+from .divided import Place, by_gathering, cut_where_it_meets, divided, each_divided, place_of, refuse, rule, whole_of
+
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_ONE_HOT = ("input", "num_classes")
 
 
 @rule("shape", "size")
@@ -68,7 +71,7 @@ def _len(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         "_version",
         "stride",
     ),
-    *("register_hook", "retain_grad", "requires_grad_", "__hash__", "type", "result_type", "can_cast", "is_inference"),
+    *("requires_grad_", "__hash__", "type", "result_type", "can_cast", "is_inference"),
     *("enter", "summed", "gathered"),  # between ranks of tensor parallelism
     *("is_same_size", "data_ptr", "_backward_hooks", "output_nr", "retains_grad", "is_sparse_csr", "is_conj", "is_neg"),
 )
@@ -106,6 +109,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(args[0], *[whole_of(each) for each in args[1:]], **{k: whole_of(v) for k, v in kwargs.items()})
         lead = args[0]
     place, position = lead.place, lead.place.dim - lead.dim()
+    if name == "where" and len(args) + len(kwargs) < 3:  # where the condition holds
+        return by_gathering(func, args, kwargs)
 
     def fit(value: Any) -> Any:
         here = place_of(value)
@@ -116,6 +121,8 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return cut_where_it_meets(value, place, position)
 
     result = func(*[fit(each) for each in args], **{key: fit(each) for key, each in kwargs.items()})
+    if isinstance(result, tuple):
+        return type(result)([divided(each, place.at(each.dim() + position)) for each in result])
     return divided(result, place.at(result.dim() + position))
 
 
@@ -239,8 +246,33 @@ def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return divided(func(*args, **kwargs), place)
 
 
+@rule("equal", "rrelu", "rrelu_")
+def _of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What PyTorch marks as elementwise, and is not: an answer for all elements, and numbers drawn for each."""
+    return by_gathering(func, args, kwargs)
+
+
+@rule("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
+def _hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse what would see some tokens' gradient, scaled. See [Note: scale of gradients] in parallel/sequence/team.py."""
+    refuse(args[0].place.team, f"{func.__name__} of an activation, which sees the gradient of some tokens alone,")
+
+
+@rule("grad")
+def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse ``torch.autograd.grad``; an activation's own ``grad`` is None."""
+    if func is torch.autograd.grad:
+        refuse(next(each_divided((args, kwargs))).place.team, "a gradient that is taken inside of the model")
+    return func(*args, **kwargs)
+
+
 @rule("embedding", "one_hot")
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Look up each token; what depends on all tokens (the largest one, how often each occurs) needs the whole."""
+    given = dict(zip(_EMBEDDING if func.__name__ == "embedding" else _ONE_HOT, args, strict=False)) | kwargs
+    is_of_all = given.get("max_norm") is not None or given.get("scale_grad_by_freq")
+    if is_of_all or (func.__name__ == "one_hot" and given.get("num_classes", -1) == -1):
+        return by_gathering(func, args, kwargs)
     at = next((i for i, each in enumerate(args) if place_of(each) is not None), None)
     indices = args[at] if at is not None else kwargs.get("input")
     place = place_of(indices)

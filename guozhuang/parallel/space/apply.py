@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter, tree_map
 
 from ...errors import UsageError, explain
-from ..axes import Around, Axes
+from ..axes import Around, Axes, with_mean_gradient
 from . import convolutions, draws, norms, pooling, resample, shapes
 from .exchange import Region, own_rows
-from .tensor import SpaceTensor, whole_output
+from .tensor import SpaceTensor, check_picked, divided_among, mark_lost, whole_output
 
 _OPERATIONS = (convolutions, draws, norms, pooling, resample, shapes)  # importing them registers what they know
 _CONVOLUTIONS = {
@@ -58,12 +58,19 @@ def divide_space(model: nn.Module, axes: Axes) -> Around:
         )
 
     def inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        region.with_gradients = torch.is_grad_enabled()
-        return tree_map(lambda each: _divided(each, region), (args, dict(kwargs)))  # type: ignore[no-any-return]
+        region.with_gradients, region.is_running, region.picked = torch.is_grad_enabled(), True, []
+        found = tree_map(lambda each: _divided(each, region), (args, dict(kwargs)))
+        if next(divided_among(found), None) is None:
+            _refuse_inputs(args, kwargs, region)
+        return found  # type: ignore[no-any-return]
+
+    def outputs(result: Any) -> Any:
+        check_picked(region)
+        return whole_output(result)
 
     # Before whoever wraps the model sees its outputs, such as data parallelism around it.
     model.register_forward_hook(_whole_after)
-    return Around(inputs, whole_output)
+    return Around(inputs, outputs)
 
 
 def _whole_after(module: nn.Module, args: Any, result: Any) -> Any:
@@ -71,10 +78,9 @@ def _whole_after(module: nn.Module, args: Any, result: Any) -> Any:
 
 
 def _num_dims(model: nn.Module) -> int:
-    for module in model.modules():
-        for num, kinds in _CONVOLUTIONS.items():
-            if isinstance(module, kinds):
-                return num
+    for num, kinds in reversed(_CONVOLUTIONS.items()):
+        if any(isinstance(module, kinds) for module in model.modules()):
+            return num  # a convolution of fewer dimensions, among channels for instance, gets other tensors than images
     raise UsageError(
         explain(
             "space divides images among convolutions, and the model has none",
@@ -88,15 +94,20 @@ def _divided(each: Any, region: Region) -> Any:
     if not isinstance(each, Tensor) or isinstance(each, SpaceTensor) or not each.is_floating_point():
         return each
     at = each.dim() - region.num_dims
-    if at not in (1, 2):
-        return each
-    if each.shape[at] < region.size:
-        raise UsageError(
-            explain(
-                f"an input has {each.shape[at]} rows for {region.size} ranks",
-                value=tuple(each.shape),
-                rank=region.index,
-                fix=f"use at most {max(each.shape[at], 1)} ranks along space",
-            )
-        )
-    return SpaceTensor(own_rows(region, each, at), at, each.shape[at], region)
+    if at not in (1, 2) or each.shape[at] < region.size:
+        return with_mean_gradient(each, region.group)
+    rows = mark_lost(own_rows(region, each, at), "the model's input, of which each rank has its rows,")
+    return SpaceTensor(rows, at, each.shape[at], region)
+
+
+def _refuse_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], region: Region) -> NoReturn:
+    """Raise the error for inputs none of which can be divided."""
+    tensors = [each for each in tree_iter((args, dict(kwargs))) if isinstance(each, Tensor)]
+    dims = (region.num_dims + 1, region.num_dims + 2)
+    rows = max((t.shape[-region.num_dims] for t in tensors if t.is_floating_point() and t.dim() in dims), default=None)
+    what = f"none of the model's inputs is an image: a floating-point tensor of {dims[0]} or {dims[1]} dimensions"
+    fix = "convert images to floating point before the model is called, or take another strategy than space"
+    if rows is not None:
+        what, fix = f"an input has {rows} rows for {region.size} ranks", f"use at most {max(rows, 1)} ranks along space"
+    value = ", ".join(f"{tuple(each.shape)} of {str(each.dtype).removeprefix('torch.')}" for each in tensors)
+    raise UsageError(explain(what, value=value or "no tensor", rank=region.index, fix=fix))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .tensor import SpaceTensor, handles
+from .tensor import SpaceTensor, handles, refuse_change, why_lost
 
 
 def _own(like: SpaceTensor, drawn: Tensor) -> SpaceTensor:
@@ -31,5 +31,7 @@ def _dropout(func: Any, input: Any, p: float = 0.5, training: bool = True, inpla
     if "alpha" in func.__name__:
         return NotImplemented
     kept = func(torch.ones(input.shape, dtype=input.dtype, device=input.device), p, training)
+    if inplace and why_lost(input.local):
+        refuse_change(input)
     found = input.local * _own(input, kept).local
     return input.like(input.local.copy_(found) if inplace else found)

@@ -27,12 +27,15 @@ class Region:
         num_dims: the number of spatial dimensions of the model's images.
         named: operations that were named in the log already.
         with_gradients: whether the running forward was called with gradients enabled.
+        is_running: whether a forward is running.
+        picked: what the running forward has picked from whole copies of activations, and its version then.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_dims: int) -> None:
         self.group, self.index, self.size, self.num_dims = group, group.rank(), group.size(), num_dims
         self.named: set[str] = set()
-        self.with_gradients = False
+        self.with_gradients = self.is_running = False
+        self.picked: list[tuple[Tensor, int]] = []
 
     def span(self, size: int) -> tuple[int, int]:
         """Return (start, stop) of this rank's rows of a divided dimension."""
@@ -213,7 +216,7 @@ def own_rows(region: Region, image: Tensor, dim: int) -> Tensor:
     if image.requires_grad and torch.is_grad_enabled():
         return _Input.apply(image, region, dim)  # type: ignore[no-any-return,no-untyped-call]
     start, stop = region.span(image.shape[dim])
-    return image.narrow(dim, start, stop - start)
+    return image.data.narrow(dim, start, stop - start)
 
 
 class _Total(torch.autograd.Function):

@@ -17,7 +17,8 @@ def _batch_norm(
     func: Any, input: Any, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
     bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *_: Any,
 ) -> Any:  # fmt: skip
-    if not isinstance(input, SpaceTensor) or input.at < 2:
+    # The operation of the same name in torch itself takes its arguments in another order.
+    if not isinstance(input, SpaceTensor) or input.at < 2 or func is not F.batch_norm:
         return NotImplemented
     if not training:
         return input.like(F.batch_norm(input.local, running_mean, running_var, weight, bias, False, momentum, eps))
@@ -43,7 +44,7 @@ def _group_norm(
     func: Any, input: Any, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
     *_: Any,
 ) -> Any:  # fmt: skip
-    if not isinstance(input, SpaceTensor) or input.at < 2 or input.shape[1] % num_groups:
+    if not isinstance(input, SpaceTensor) or input.at < 2 or input.shape[1] % num_groups or not input.numel():
         return NotImplemented
     return _by_groups(input, weight, bias, eps, input.shape[1] // num_groups)
 
@@ -54,7 +55,7 @@ def _instance_norm(
     weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1,
     eps: float = 1e-5, *_: Any,
 ) -> Any:  # fmt: skip
-    if not isinstance(input, SpaceTensor) or input.at < 2:
+    if not isinstance(input, SpaceTensor) or input.at < 2 or func is not F.instance_norm or not input.numel():
         return NotImplemented
     if not use_input_stats:
         return _batch_norm(F.batch_norm, input, running_mean, running_var, weight, bias, False, momentum, eps)
@@ -71,13 +72,13 @@ def _layer_norm(
     first = input.dim() - len(normalized_shape)
     if input.at < first:
         return input.like(F.layer_norm(input.local, normalized_shape, weight, bias, eps))
-    if first < 1 or tuple(input.shape[first:]) != tuple(normalized_shape):
+    if first < 1 or not input.numel() or tuple(input.shape[first:]) != tuple(normalized_shape):
         return NotImplemented
     samples = input.like(input.local.flatten(0, first - 1).unsqueeze(1), input.at - first + 2)
     normal = _by_groups(samples, None, None, eps, 1)
     found: Tensor = input.like(normal.local.view(input.local.shape))
     found = found if weight is None else found * weight
-    return found if bias is None else found + bias
+    return (found if bias is None else found + bias).to(input.dtype)  # under autocast the weight may be wider
 
 
 @handles("rms_norm")

@@ -84,9 +84,9 @@ def _average_pool(
     num_rows, region = windows[i].num_outputs(input.rows), input.region
     if num_rows < region.size:
         return NotImplemented
-    divisor: Tensor | float = float(divisor_override or math.prod(kernels))
+    count, divisor = divisor_override or math.prod(kernels), None
     if divisor_override is None and (ceil_mode or not count_include_pad):
-        divisor = torch.ones((), dtype=input.dtype, device=input.device)
+        divisor = torch.ones((), dtype=torch.float64)
         for d, window in enumerate(windows):
             outputs = (
                 range(window.num_outputs(sizes[d])) if d != i else range(*parts(num_rows, region.size)[region.index])
@@ -94,7 +94,7 @@ def _average_pool(
             counts = [window.num_inside(j, sizes[d], count_include_pad) for j in outputs]
             shape = [1] * num
             shape[d] = len(counts)
-            divisor = divisor * torch.tensor(counts, dtype=input.dtype, device=input.device).view(shape)
+            divisor = divisor * torch.tensor(counts, dtype=torch.float64).view(shape)
     paddings[i] = 0
     if num == 1:  # the pooling of one dimension has no divisor of one's own
         kernels, strides, paddings = [1, *kernels], [1, *strides], [0, *paddings]
@@ -102,8 +102,9 @@ def _average_pool(
     def compute(rows: Tensor) -> Tensor:
         rows = rows.unsqueeze(-2) if num == 1 else rows
         pool = F.avg_pool3d if num == 3 else F.avg_pool2d
-        sums = pool(rows, kernels, strides, paddings, ceil_mode, True, 1)
-        return (sums.squeeze(-2) if num == 1 else sums) / divisor
+        found = pool(rows, kernels, strides, paddings, ceil_mode, True, count)
+        found = found.squeeze(-2) if num == 1 else found
+        return found if divisor is None else found * (count / divisor).to(found)
 
     plan = window_plan(windows[i], input.rows, region.size, region.index)
     if plan.is_identity:
@@ -131,7 +132,8 @@ def _adaptive_average_pool(func: Any, input: Any, output_size: Any) -> Any:
         first, behind = j * size // num_rows, -(-(j + 1) * size // num_rows)
         weights[j, max(first - start, 0) : max(behind - start, 0)] = 1.0 / (behind - first)
     local = func(input.local, sizes).movedim(input.at, -1)
-    mine = local @ weights.to(local.dtype).to(local.device).T
+    with torch.autocast(local.device.type, enabled=False):
+        mine = local @ weights.to(local.dtype).to(local.device).T
     return total(input.region, mine.movedim(-1, input.at))
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter
 
 from .exchange import extreme, fetch, total
 from .ranges import RowPiece, padded_rows, parts, ranges_plan, rows_plan
-from .tensor import SpaceTensor, divided_among, handles
+from .tensor import SpaceTensor, divided_among, handles, mark_lost
 
 
 def _positive(dim: int, num_dims: int) -> int:
@@ -148,7 +148,7 @@ def _getitem(func: Any, input: Any, index: Any) -> Any:
     local = input.local
     if rows != range(input.rows):
         input = _made_of(input, local, (RowPiece(0, rows),), len(rows))
-        local = input.local
+        local = mark_lost(input.local, "rows picked from an activation")
     return input.like(local[tuple(local_index)], input.at + at)
 
 
@@ -237,10 +237,10 @@ def _sum(
     if input.at not in dims:
         local = func(input.local, dims, keepdim=keepdim, dtype=dtype)
         return input.like(local, _reduced_at(input, dims, keepdim))
-    found = total(input.region, input.local.sum(dims, keepdim=keepdim, dtype=dtype))
-    if func.__name__ == "mean":
-        found = found / torch.Size([input.shape[d] for d in dims]).numel()
-    return found
+    mine = func(input.local, dims, keepdim=keepdim, dtype=dtype)
+    if func.__name__ == "mean":  # a sum could overflow in 16 bits
+        mine = mine * (input.local.shape[input.at] / input.rows)
+    return total(input.region, mine)
 
 
 @handles("amax", "amin")
@@ -259,7 +259,7 @@ _ALONG: dict[str, tuple[int, Any]] = {
     "prod": (1, None), "any": (1, None), "all": (1, None), "logsumexp": (1, None), "sort": (1, -1), "argsort": (1, -1),
     "topk": (2, -1), "kthvalue": (2, -1), "norm": (2, None), "normalize": (2, 1), "glu": (1, -1), "var": (1, None),
     "std": (1, None), "median": (1, None), "count_nonzero": (1, None), "repeat_interleave": (2, None), "roll": (2, None),
-    "renorm": (2, None), "cummax": (1, None), "cummin": (1, None), "diff": (2, -1),
+    "cummax": (1, None), "cummin": (1, None), "diff": (2, -1),
 }  # fmt: skip
 
 

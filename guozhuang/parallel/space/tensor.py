@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -57,6 +57,11 @@ _DESCRIBES = {
         "is_conj",
         "is_neg",
     ),
+}
+# What to do instead of functions of PyTorch's own that the model may get to by its modules.
+_INSTEAD = {
+    "CheckpointFunction": "call torch.utils.checkpoint with use_reentrant=False",
+    "BackwardHookFunction": "remove the backward hooks of modules inside of the model",
 }
 _REFUSED = {
     "register_hook": "the gradient of some rows would reach the hook",
@@ -134,7 +139,7 @@ class SpaceTensor(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = next(divided_among((args, kwargs)))
-        _check(first, name, kwargs)
+        _check(first, name, func, kwargs)
         handler: Handler | None = HANDLERS.get(name)
         if handler is None and is_elementwise(name):
             handler = _elementwise
@@ -166,11 +171,13 @@ def divided_among(arguments: Any) -> Iterator[SpaceTensor]:
     return (each for each in tree_iter(arguments) if isinstance(each, SpaceTensor))
 
 
-def _check(first: SpaceTensor, name: str, kwargs: dict[str, Any]) -> None:
+def _check(first: SpaceTensor, name: str, func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     """Refuse what cannot be right."""
     why = _REFUSED.get(name) or ("it is an activation inside the model" if name.endswith(" =") else None)
     if kwargs.get("out") is not None:
         why = "the result of out= would be rows of several ranks"
+    if func is torch.autograd.grad:
+        why = "the gradient of this rank's rows would be taken for the whole one"
     if why is not None:
         raise UsageError(
             explain(
@@ -185,7 +192,9 @@ def _check(first: SpaceTensor, name: str, kwargs: dict[str, Any]) -> None:
                 "a torch.autograd.Function of the model got an activation whose rows lie on several ranks; its backward "
                 "would see some rows as all",
                 value=function,
-                fix="write it with functions of torch, or train with another strategy than space",
+                fix=_INSTEAD.get(
+                    function, "write it with functions of torch, or train with another strategy than space"
+                ),
             )
         )
 
@@ -225,6 +234,8 @@ def _on_whole(
             )
     args, kwargs = tree_map(lambda each: each.gathered() if isinstance(each, SpaceTensor) else each, (args, kwargs))
     found = func(*args, **kwargs)
+    if name in _PICKS:
+        region.picked += [(each, each._version) for each in tree_iter(found) if region.is_running and _is_watched(each)]
 
     def divided(result: Any) -> Any:
         is_image = isinstance(result, Tensor) and result.dim() == first.dim() and result.shape[first.at] == first.rows
@@ -233,9 +244,59 @@ def _on_whole(
     return tree_map(divided, found)
 
 
+def mark_lost(copy: Tensor, why: str) -> Tensor:
+    """Say of rows why a change in place of them would be lost, because PyTorch's own result would be a view. Returns them."""
+    for each in (copy, copy._base):
+        if each is not None:
+            each.__dict__["change_is_lost"] = why
+    return copy
+
+
+def why_lost(local: Tensor) -> str | None:
+    """Return why a change in place of these rows would be lost; None if it would not."""
+    if local.is_inference():
+        return None
+    return getattr(local if local._base is None else local._base, "change_is_lost", None)
+
+
+def refuse_change(divided: SpaceTensor) -> NoReturn:
+    """Raise the error for a change in place that would be lost."""
+    raise UsageError(
+        explain(
+            f"a change in place of {why_lost(divided.local)} would be lost",
+            value=tuple(divided.shape),
+            rank=divided.region.index,
+            fix="use an operation that returns its result, or train with another strategy than space",
+        )
+    )
+
+
 def _start_and_length(divided: SpaceTensor) -> tuple[int, int]:
     start, stop = divided.span
     return start, stop - start
+
+
+# Operations whose result is a view in PyTorch, so that a model may change the activation by changing the result.
+_PICKS = {"__getitem__", "select", "unbind", "narrow", "chunk", "split", "tensor_split", "split_with_sizes", "diagonal"}
+
+
+def _is_watched(found: Any) -> bool:
+    return isinstance(found, Tensor) and not found.is_inference() and found._is_view()
+
+
+def check_picked(region: Region) -> None:
+    """Raise if the model has changed in place what it picked from whole copies of activations in this forward."""
+    picked, region.picked, region.is_running = region.picked, [], False
+    for each, version in picked:
+        if each._version != version:
+            raise UsageError(
+                explain(
+                    "the model has changed in place what it picked from an activation; the activation did not change with it",
+                    value=tuple(each.shape),
+                    rank=region.index,
+                    fix="use an operation that returns its result, or train with another strategy than space",
+                )
+            )
 
 
 def whole_output(result: Any) -> Any:
@@ -275,6 +336,8 @@ _COMPOSED = {
     *("float_power", "softplus", "log_sigmoid", "where", "bitwise_not", "masked_fill", "copy", "real", "pin_memory"),
 }
 _NOT_IN_PLACE = {"invert", "index", "int", "iter"}
+# PyTorch marks or names these like operations on each element, but they answer for all elements, or draw a number for each.
+_OF_ALL = {"equal", "rrelu", "rrelu_", "__bool__", "__float__", "__int__", "__long__"}
 _ELEMENTWISE: dict[str, bool] = {}
 
 
@@ -288,7 +351,8 @@ def changes_in_place(name: str) -> bool:
 def is_elementwise(name: str) -> bool:
     """Return whether an operation computes each element of its result from the elements in the same place."""
     if name not in _ELEMENTWISE:
-        _ELEMENTWISE[name] = any(each in _COMPOSED or _is_pointwise(each) for each in _base_names(name))
+        is_one = any(each in _COMPOSED or _is_pointwise(each) for each in _base_names(name))
+        _ELEMENTWISE[name] = is_one and name not in _OF_ALL
     return _ELEMENTWISE[name]
 
 
@@ -319,8 +383,11 @@ def _elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     changed = args[0] if args and isinstance(args[0], Tensor) else None
     name = _name(func)
     in_place = changed is not None and changes_in_place(name)
-    if in_place and not isinstance(changed, SpaceTensor):
+    if (in_place and not isinstance(changed, SpaceTensor)) or (name == "where" and len(args) + len(kwargs) < 3):
         return NotImplemented
+    if name in ("to", "type_as") and not isinstance(changed, SpaceTensor):  # the divided one says only which type
+        return func(*[each.local if isinstance(each, SpaceTensor) else each for each in args], **kwargs)
+    copies = [(each, each.local._version) for each in ours if why_lost(each.local)]
 
     def part(each: Any) -> Any:
         if isinstance(each, SpaceTensor):
@@ -331,9 +398,18 @@ def _elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     args, kwargs = tree_map(part, (args, kwargs))
     found = func(*args, **kwargs)
+    for each, version in copies:
+        if each.local._version != version:
+            refuse_change(each)
     if in_place:
         return changed
     return tree_map(lambda e: first.like(e, e.dim() + behind) if isinstance(e, Tensor) else e, found)
+
+
+@handles("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+def _new(func: Callable[..., Any], tensor: SpaceTensor, *args: Any, **kwargs: Any) -> Any:
+    """Make a whole tensor, equal on all ranks, of the divided one's type and device."""
+    return func(tensor.local, *args, **kwargs)
 
 
 @handles("requires_grad", "grad_fn", "grad", "_version", "output_nr")
