@@ -273,7 +273,7 @@ def _powers_here(parameters: Sequence[Tensor], values: Sequence[Tensor | None], 
         if division is not None and division.group is not None:
             value = _counted(value, division)
         if value.numel():
-            mine.append((i, value.detach()))
+            mine.append((i, value.detach().abs() if value.is_complex() else value.detach()))
     if mine:
         # In float64, because many of them are summed, and their powers could overflow.
         norms = torch.stack([n.to(found) for n in torch._foreach_norm([v for _, v in mine], norm_type, torch.float64)])

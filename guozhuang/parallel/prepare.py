@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad
 
 from ..errors import UsageError, explain
@@ -149,6 +150,9 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
     Raises:
         UsageError: the model, the layout and the wishes do not go together; the text says which.
     """
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        what = "the model has parameters whose shape is not known yet, so they cannot be divided"
+        raise UsageError(explain(what, value=type(model).__name__, fix="call the model on one batch before prepare()"))
     start_equal(model, axes.everyone)
     draw_alike(axes, next((p.device for p in model.parameters()), torch.device("cpu")))
     gather_states(model)
@@ -179,17 +183,17 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
     return found
 
 
-_divided_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_divided_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # in the order of prepare
 
 
 def _watch_norms(model: nn.Module) -> None:
     """Let ``torch.nn.utils.clip_grad_norm_`` clip by the norm of whole gradients, as the script's own line asks for.
 
     PyTorch's function looks this one up when it is called, so it is replaced for all who have imported that function before.
+    ``get_total_norm`` is the one itself under its public name.
     """
-    _divided_models.add(model)
-    if clip_grad._get_total_norm is not _total_norm:
-        clip_grad._get_total_norm = _total_norm
+    _divided_models[model] = None
+    clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
 
 
 def _total_norm(
@@ -200,8 +204,10 @@ def _total_norm(
     wanted = {id(each) for each in given}
     held = [p for model in list(_divided_models) for p in model.parameters() if division_of(p) is not None]
     chosen = [p for p in held if p.grad is not None and id(p.grad) in wanted]
-    # A stage may hold none of the gradients: then it takes part for the others.
-    idle = next((p for p in held if not given and (d := division_of(p)) is not None and d.stages is not None), None)
+    # A stage may hold none of the gradients: then it takes part for the others, in the groups of the model prepared last.
+    idle = next(
+        (p for p in reversed(held) if not given and (d := division_of(p)) is not None and d.stages is not None), None
+    )
     if not chosen and idle is None:
         return _torchs_total_norm(given, norm_type, error_if_nonfinite, foreach)
     divided = {id(p.grad): p for p in chosen}
@@ -210,7 +216,7 @@ def _total_norm(
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         what = f"the total norm of order {norm_type:g} of the gradients is not finite, so they cannot be clipped"
         raise RuntimeError(explain(what, value=float(total), fix="look for the step that made them so"))
-    return total.to(given[0].dtype if given else torch.get_default_dtype())
+    return total.to(given[0].dtype.to_real() if given else torch.get_default_dtype())
 
 
 _torchs_total_norm = clip_grad._get_total_norm

@@ -23,9 +23,13 @@ _TOLD_ELEMENTS = 16  # tensors of so many elements travel with the description o
 
 
 def gather_states(module: nn.Module) -> None:
-    """Let ``module.state_dict()`` return whole tensors, and ``load_state_dict`` take them. Both are collective from now on."""
-    module.register_state_dict_post_hook(_gather)
-    module.register_load_state_dict_pre_hook(_divide)
+    """Let ``module.state_dict()`` return whole tensors, and ``load_state_dict`` take them. Both are collective from now on.
+
+    So are those of the modules inside of it, when they are saved or loaded by themselves.
+    """
+    for each in module.modules():
+        each.register_state_dict_post_hook(_gather if each is module else _gather_alone)
+        each.register_load_state_dict_pre_hook(_divide if each is module else _divide_alone)
 
 
 def gather_optimizer_states(optimizer: Optimizer) -> None:
@@ -50,6 +54,16 @@ def _gather(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> No
             if id(tensor) not in found:
                 found[id(tensor)] = whole(tensor, division)
             state[prefix + name] = found[id(tensor)]
+
+
+def _gather_alone(module: nn.Module, state: dict[str, Any], prefix: str, told: Any) -> None:
+    if not prefix:  # else it is a part of the state of a module around it, which gathers
+        _gather(module, state, prefix, told)
+
+
+def _divide_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if not prefix:
+        _divide(module, state, prefix)
 
 
 def _divide(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -38,7 +38,7 @@ from ..parallel.state import fit_state, gather_optimizer_states
 from ..sharding.elementwise import needs_whole_tensors
 from ..units import listed
 from ..weights.equal_start import broadcast_tensors
-from ..world.layout import DATA_AXES, MODEL_AXES
+from ..world.layout import DATA_AXES, MODEL_AXES, Layout
 from . import ways
 from .model_step import plain_step
 from .prepared import PreparedDDP, StandsForModule, has_graph
@@ -173,6 +173,9 @@ class PreparedParallel(StandsForModule):
 
     def _average(self) -> None:
         """Hand the gradients of a pipeline's backward to the reducer. See [Note: data parallelism around a divided model]."""
+        owned = [p for p in self.module.parameters() if (d := division_of(p)) is None or d.is_owned]
+        if not any(p.requires_grad for p in owned):  # a stage whose layers are frozen has nothing to average
+            return
         if self._inside is None:
             self.__dict__["_divided"].inside = self.__dict__["_make_inside"]()
             if (saved := self.__dict__.pop("_saved_exchange", None)) is not None:
@@ -215,8 +218,9 @@ class PreparedParallel(StandsForModule):
 
 
 def _digest(leaf: object) -> str:
-    if not isinstance(leaf, Tensor):
-        return repr(leaf)[:60]
+    if not isinstance(leaf, Tensor):  # the text of an object may tell its address, which differs between ranks
+        text = repr(leaf)
+        return text[:60] if " at 0x" not in text else type(leaf).__qualname__
     kind = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
     if leaf.layout != torch.strided or leaf.is_meta:
         return kind
@@ -242,7 +246,7 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
     axes = make_axes(setup.world.layout)
     found = divide_model(model, axes, wishes)
     given = several(optimizer)
-    _check_steps(model, given)
+    _check_steps(model, given, axes.layout)
 
     def fit() -> None:
         for each in given:
@@ -346,10 +350,15 @@ def _pair(prepared: PreparedParallel, optimizer: Any, divided: Divided, wishes: 
     return PreparedPair(prepared, optimizer, PipelineStep(divided.pipe, several(optimizer)), is_callable=True)
 
 
-def _check_steps(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise if an optimizer needs whole matrices, and ranks hold parts of them."""
+def _check_steps(model: nn.Module, optimizers: Sequence[Optimizer], layout: Layout) -> None:
+    """Raise if an optimizer needs whole matrices, or all of them, and ranks hold parts."""
     name_of = {id(p): name for name, p in model.named_parameters()}
     for optimizer in optimizers:
+        if layout.pp > 1 and isinstance(optimizer, torch.optim.LBFGS):
+            what = "LBFGS searches along a line through all weights at once, and stages of a pipeline hold some of them each"
+            raise UsageError(
+                explain(what, value=str(layout), fix="use an optimizer such as AdamW, or a layout without pp")
+            )
         held = [p for group in optimizer.param_groups for p in group["params"]]
         cut = [name_of[id(p)] for p in held if (d := division_of(p)) is not None and d.dim is not None]
         if cut and needs_whole_tensors(optimizer):

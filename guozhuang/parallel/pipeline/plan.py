@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,16 @@ from .blocks import find_units
 from .cut import CallCost, balance, measure, table
 from .deferred import DeferredWeights
 from .forwards.calls import ObservedForward, Routes, observe, route
-from .forwards.outputs import UnitOutputs
+from .forwards.outputs import PLAIN, UnitOutputs
 from .forwards.stage import Microbatch, Stage
 from .microbatches import with_rows
 from .runtime import PipelineRuntime
 from .schedule import most_in_flight
+from .transfers import StageTransfers
 
 _log = logging.getLogger("guozhuang")
+# A number among the inputs that changes in each step makes each of them another kind.
+_MOST_PLANS: Final = 32
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class StagePlans:
         self.at_cut: Callable[[], None] | None = None
         self._stage_of: dict[str, int] = {}
         self._plans: dict[Any, StagePlan] = {}
+        self._transfers: StageTransfers | None = None
+        self._busy_before: dict[int, float] = dict.fromkeys(self.draws, 0.0)  # in plans that were dropped
         self._deferred: DeferredWeights | None = None
 
     def plan(self, microbatch: Microbatch, *, runs_tail: bool = False) -> StagePlan:
@@ -149,9 +154,14 @@ class StagePlans:
                 schedule = self._schedule
             weights = self._weights() if schedule == "zero-bubble" else None
             runtime = PipelineRuntime(
-                self.group, stages, schedule, self._stages_per_rank, routes.messages, device, weights
+                self.group, stages, schedule, self._stages_per_rank, routes.messages, device, weights, self._transfers
             )
+            self._transfers = runtime.transfers
             self._plans[key] = StagePlan(routes, runtime)
+            if len(self._plans) > _MOST_PLANS:
+                oldest = self._plans.pop(next(iter(self._plans))).runtime
+                for stage, seconds in oldest.busy_s.items():
+                    self._busy_before[stage] += seconds
         return self._plans[key]
 
     def times(self) -> list[StageTimes]:
@@ -161,7 +171,7 @@ class StagePlans:
             names = [name for name, owner in self._stage_of.items() if owner == stage]
             costs = [cost.seconds for cost in self.costs if cost.name in names]
             predicted_s = sum(costs) * self._num_microbatches if costs else None
-            busy_s = sum(plan.runtime.busy_s[stage] for plan in self._plans.values())
+            busy_s = self._busy_before[stage] + sum(plan.runtime.busy_s[stage] for plan in self._plans.values())
             found.append(StageTimes(stage, self.group.rank(), names[0], names[-1], predicted_s, busy_s))
         return found
 
@@ -184,7 +194,14 @@ class StagePlans:
 
     def _kind(self, microbatch: Microbatch, runs_tail: bool) -> Any:
         leaves, spec = pytree.tree_flatten((microbatch.args, dict(microbatch.kwargs)))
-        told = tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        told = tuple(
+            (leaf.dtype, leaf.dim())
+            if isinstance(leaf, Tensor)
+            else repr(leaf)
+            if isinstance(leaf, PLAIN)
+            else type(leaf)
+            for leaf in leaves
+        )
         return str(spec), told, self.model.training, torch.is_grad_enabled(), runs_tail
 
     def _divide(self, calls: ObservedForward, microbatch: Microbatch) -> None:

@@ -107,6 +107,8 @@ class PipelineRuntime:
             those of the stage before it.
         device: where received tensors are put.
         weights: leaves gradients of weights for later; needed by schedules with divided backwards only.
+        transfers: those of another runtime of the same ranks and device, whose batches do not overlap with this one's in an
+            ``execute``; None: made.
 
     Attributes:
         most_in_flight: of how many microbatches this rank has held activations at most.
@@ -123,6 +125,7 @@ class PipelineRuntime:
         edges: Iterable[tuple[int, int]] | None = None,
         device: torch.device | str = "cpu",
         weights: WeightsLater | None = None,
+        transfers: StageTransfers | None = None,
     ) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.stages, self._name, self._stages_per_rank = dict(stages), schedule, stages_per_rank
@@ -132,7 +135,8 @@ class PipelineRuntime:
         self.sources = {s: sorted(a for a, b in edges if b == s) for s in range(self.num_stages)}
         self.destinations = {s: sorted(b for a, b in edges if a == s) for s in range(self.num_stages)}
         self.weights = weights
-        self.transfers = StageTransfers(group, lambda stage: stage % self.size, torch.device(device))
+        size = self.size
+        self.transfers = transfers or StageTransfers(group, lambda stage: stage % size, torch.device(device))
         self.most_in_flight = 0
         self.busy_s = dict.fromkeys(self.stages, 0.0)
         self._schedules: dict[int, PipelineSchedule] = {}

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ....errors import UsageError, explain
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, type)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, type)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class UnitOutputs:
             UsageError: what the unit does cannot be known on other ranks.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN)) and not callable(leaf)]
+        objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN)) and not callable(leaf)]
         before = [_fingerprint(each) for each in objects]
         state = _state_of(unit)
         unit_hooks = unit._forward_hooks
@@ -163,7 +163,7 @@ def tensors_in(found: Any) -> Iterator[Tensor]:
     def walk(each: Any, depth: int) -> Iterator[Tensor]:
         if isinstance(each, Tensor):
             yield each
-        elif not isinstance(each, (*_PLAIN, nn.Module)) and depth and id(each) not in seen:
+        elif not isinstance(each, (*PLAIN, nn.Module)) and depth and id(each) not in seen:
             seen.add(id(each))
             inside = each.values() if isinstance(each, Mapping) else each
             if not isinstance(each, Mapping | list | tuple | set | frozenset):
@@ -192,7 +192,7 @@ def _check(name: str, leaves: list[Any], is_opaque: bool) -> None:
 def _signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
-    return leaf if isinstance(leaf, _PLAIN) else type(leaf)
+    return leaf if isinstance(leaf, PLAIN) else type(leaf)
 
 
 def _to_meta(leaf: Any) -> Any:
@@ -214,8 +214,8 @@ def _fingerprint(each: Any, depth: int = 4) -> Any:
     if isinstance(each, list | tuple):
         return tuple(_fingerprint(one, depth - 1) for one in each) if depth else len(each)
     held = each if isinstance(each, Mapping) else getattr(each, "__dict__", None)
-    if isinstance(each, _PLAIN) or held is None or not depth:
-        return each if isinstance(each, _PLAIN) else id(each)
+    if isinstance(each, PLAIN) or held is None or not depth:
+        return each if isinstance(each, PLAIN) else id(each)
     return tuple((str(key), _fingerprint(value, depth - 1)) for key, value in held.items())
 
 
