@@ -278,6 +278,8 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
         foreign = [n for n, p in model.named_parameters() if (d := division_of(p)) is not None and not d.is_owned]
         vars(model)["_ddp_params_and_buffers_to_ignore"] = foreign
         options = {"device_ids": device_ids(model), "process_group": group, "init_sync": False, **setup.ddp_options}
+        if found.pipe is not None and not options.get("static_graph"):  # no forward of its own tells which were unused
+            options["find_unused_parameters"] = True
         made = (DistributedDataParallel if found.pipe is not None else PreparedDDP)(model, **options)
         if isinstance(made, PreparedDDP):
             for each in several(stepped):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 from typing import Any
 
@@ -41,7 +42,7 @@ class Blocks(nn.Module):
         self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, note: object = None) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
@@ -104,6 +105,48 @@ def steps(strategy: str, layout: str, form: str) -> None:
             torch.testing.assert_close(whole[key][name], value, rtol=1e-3, atol=1e-6)
 
 
+def frozen(layout: str) -> None:
+    """A frozen stage has nothing to average or to clip; parameters without a gradient are not stepped by zeros."""
+    for trained in ("last.", "first."):
+        model, optimizer = made()
+        model.unused = nn.Linear(2, 2)
+        optimizer.add_param_group({"params": model.unused.parameters()})
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith((trained, "unused")))
+        expected = copy.deepcopy(model)
+        reference = torch.optim.AdamW(expected.parameters(), lr=0.05)
+        model, optimizer = gz.prepare(model, optimizer, strategy="hybrid", layout=layout)
+        world, scaler = gz.init(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(STEPS):
+            x, y = rows(step, 0)
+            nn.functional.cross_entropy(expected(x), y).backward()
+            x, y = (each.chunk(world.data_size)[world.data_rank] for each in (x, y))
+            scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+            scaler.unscale_(optimizer)
+            total = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            norms = [float(nn.utils.clip_grad_norm_(each.parameters(), 0.1)) for each in (expected, model)]
+            torch.testing.assert_close([norms[0]] * 2, [norms[1], float(total)], rtol=1e-5, atol=1e-7)
+            scaler.step(optimizer)
+            scaler.update()
+            reference.step()
+            for each in (optimizer, reference):
+                each.zero_grad()
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=2e-5)
+
+
+def single_modules() -> None:
+    """States of modules inside of a divided one are whole too, and load."""
+    (model, _), whole = gz.prepare(*made(), strategy="hybrid", layout="pp=2,tp=2"), made()[0]
+    model(rows(0, 0)[0], note=object())  # an object's text differs between the ranks, which is no other batch
+    for name in ("first", "blocks", "last"):
+        for key, value in getattr(whole, name).state_dict().items():
+            assert torch.equal(getattr(model.module, name).state_dict()[key], value)
+    changed = {key: value + 1 for key, value in whole.last.state_dict().items()}
+    model.module.last.load_state_dict(changed)
+    assert all(torch.equal(model.state_dict()[f"last.{key}"], value) for key, value in changed.items())
+
+
 def refusals() -> None:
     world = gz.init()
     model, _ = gz.prepare(*made(), strategy="hybrid", layout="pp=2,tp=2")
@@ -117,6 +160,12 @@ def refusals() -> None:
         gz.prepare(*made(), strategy="sharded-weights", layout="tp=2")
     with pytest.raises(UsageError, match="does not fit the world of 4 ranks"):
         gz.prepare(*made(), strategy="tensor", layout="dp=3")
+    with pytest.raises(UsageError, match="LBFGS searches along a line"):
+        model = Blocks()
+        gz.prepare(model, torch.optim.LBFGS(model.parameters()), strategy="pipeline")
+    with pytest.raises(UsageError, match="whose shape is not known yet"):
+        model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+        gz.prepare(model, torch.optim.AdamW(model.parameters()), strategy="pipeline")
     with pytest.raises(UsageError, match="needs the loss"):
         gz.prepare(*made(), strategy="pipeline", schedule="1f1b")
 
@@ -137,7 +186,14 @@ def all_of(rank: int, size: int) -> list[str]:
     gz.init(timeout_s=30)
     failed = []
     parts = [(steps, strategy, layout, form) for strategy, layout in LAYOUTS for form in ("plain", "method", "scaled")]
-    for part, *arguments in (*parts, (shares,), (refusals,)):
+    for part, *arguments in (
+        *parts,
+        (frozen, "pp=2,dp=2"),
+        (frozen, "pp=2,tp=2"),
+        (single_modules,),
+        (shares,),
+        (refusals,),
+    ):
         try:
             part(*arguments)  # type: ignore[operator]
         except Exception:

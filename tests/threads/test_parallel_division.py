@@ -120,3 +120,14 @@ def test_groups_of_axes() -> None:
 
     for rank, (sums, is_shared, stage, size) in enumerate(run_threads(on_rank, 8)):
         assert all(sums.values()) and is_shared and stage == rank // 4 and size == 2
+
+
+def test_norm_of_complex_parts() -> None:
+    whole_one = torch.complex(values(12, 3), values(12, 3).flip(0))
+
+    def on_rank(rank: int, size: int) -> None:
+        parameter = nn.Parameter(whole_one.clone())
+        divide(parameter, 0, SPANS[0][rank], make_axes(Layout(tp=2)).group("tp"))
+        torch.testing.assert_close(norm_of([parameter], [parameter], 3.0), whole_one.abs().double().norm(3.0))
+
+    run_threads(on_rank, 2)
