@@ -162,7 +162,7 @@ class _Normalize(torch.autograd.Function):
 
     Statistics of a group of channels: a rank's values are as many in each, so the means of its channels combine without counts.
     With ``z = (x - mean) * inverse``, ``S1`` and ``S2`` the means of ``w * dy`` and ``w * dy * z`` over a group and all ranks:
-    ``dx = inverse * (w * dy - S1 - z * S2)``, which is ``a * dy + b * x + c`` with numbers for each channel.
+    ``dx = inverse * (w * dy - S1 - z * S2)``, which is ``a * dy + b * (x - mean) + c`` with numbers for each channel.
     """
 
     @staticmethod
@@ -235,8 +235,9 @@ class _Normalize(torch.autograd.Function):
         mean_dy, mean_dy_normal = _of_channels(sums / count, ctx.channels_of_group)
         shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
         of_x = -inverse * inverse * mean_dy_normal
-        constant = -inverse * mean_dy - of_x * mean
-        dx = torch.addcmul(constant.view(shape), dy, (inverse * scale).view(shape)).addcmul_(x, of_x.view(shape))
+        # The mean is taken off first: a large one would take the digits of what is left.
+        dx = torch.addcmul((-inverse * mean_dy).view(shape), x - mean.view(shape), of_x.view(shape))
+        dx.addcmul_(dy, (inverse * scale).view(shape))
         return dx.to(input.dtype), d_weight, d_bias, None, None, None
 
 

@@ -312,7 +312,9 @@ def embeds(rank: int, size: int, model: nn.Module) -> list[Tensor]:
     else:
         around = divide_sequence(model, make_axes(Layout(sequence=size)))
         args, kwargs = around.inputs(found, {})
-        around.outputs(model(*args, **kwargs)).square().mean().backward()
+        outputs = model(*args, **kwargs)
+        assert type(outputs) is Tensor  # whole already for data parallelism around it, which hangs hooks on it
+        around.outputs(outputs).square().mean().backward()
         for parameter in model.parameters():
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)

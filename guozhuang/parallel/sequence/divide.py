@@ -77,7 +77,13 @@ def divide_sequence(model: nn.Module, axes: Axes, attention: str = "auto") -> Ar
     for module in model.modules():
         if isinstance(module, nn.Embedding) and id(module) not in inside and not _has_tokens_first(model):
             module.register_forward_pre_hook(call.divide_ids)
+    # Before whoever wraps the model sees its outputs, such as data parallelism around it.
+    model.register_forward_hook(_whole_after)
     return Around(call.begin, call.end)
+
+
+def _whole_after(model: nn.Module, args: Any, outputs: Any) -> Any:
+    return _whole(outputs)
 
 
 def _is_compiled(module: nn.Module) -> bool:
