@@ -19,7 +19,7 @@ from ..errors import UsageError, explain
 from ..weights.equal_start import start_equal
 from .axes import Around, Axes
 from .division import division_of, norm_of
-from .random import Draws
+from .random import Draws, align
 from .state import gather_states
 
 #: What a schedule of a pipeline is called. The first is the one under which the script's own loop stays as it is.
@@ -100,11 +100,18 @@ class Divided:
         """Return the context in which the model is called: random operations draw there as in one process."""
         return nullcontext() if self.draws is None else self.draws.forward(self.model.training)
 
+    def draw_alike(self) -> None:
+        """Before a forward in training: let the ranks that hold one copy of the model draw the same random numbers."""
+        group = self.axes.group("pp", "space", "sequence", "tp")
+        if group is not None and self.model.training and (self.draws is None or self.draws.may_draw(True)):
+            align(group, next((p.device for p in self.model.parameters()), torch.device("cpu")))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on a whole batch, which the ranks that hold one copy of it share. Each must call it."""
         call: Callable[..., Any] = self.model if self.inside is None else self.inside
         for each in self.around:
             args, kwargs = each.inputs(args, kwargs)
+        self.draw_alike()
         with self.drawing():
             found = (call if self.pipe is None else self.pipe)(*args, **kwargs)
         for each in reversed(self.around):

@@ -143,6 +143,7 @@ class PreparedParallel(StandsForModule):
             raise UsageError(explain(what, fix="give it to gz.prepare(model, optimizer, loss=loss_fn)"))
         if divided.pipe is not None and not divided.around:
             self._compare(args, kwargs)
+            divided.draw_alike()
             return divided.pipe.step(*args, **kwargs)
         return plain_step(self, loss, args, kwargs)
 
@@ -316,10 +317,13 @@ class PipelineStep:
     Args:
         pipe: the model in stages.
         optimizers: what is stepped.
+        before: called before each batch.
     """
 
-    def __init__(self, pipe: Pipe, optimizers: Sequence[Optimizer]) -> None:
-        self._pipe, self._optimizers = pipe, optimizers
+    def __init__(
+        self, pipe: Pipe, optimizers: Sequence[Optimizer], before: Callable[[], object] = lambda: None
+    ) -> None:
+        self._pipe, self._optimizers, self._before = pipe, optimizers, before
 
     def __call__(
         self,
@@ -330,6 +334,7 @@ class PipelineStep:
     ) -> Tensor:
         """Train on one batch; see ``Step``."""
         args, kwargs = inputs_of(loss_fn, batch)
+        self._before()
 
         def loss(output: Any, part: Any) -> Any:
             return loss_fn(lambda *args, **kwargs: output, part)
@@ -349,7 +354,9 @@ def _pair(prepared: PreparedParallel, optimizer: Any, divided: Divided, wishes: 
     """Return what ``prepare`` does; its step follows the schedule, if that is another one than the script's own loop has."""
     if divided.pipe is None or divided.around or wishes.loss is None or wishes.schedule == "gpipe":
         return PreparedPair(prepared, optimizer)
-    return PreparedPair(prepared, optimizer, PipelineStep(divided.pipe, several(optimizer)), is_callable=True)
+    return PreparedPair(
+        prepared, optimizer, PipelineStep(divided.pipe, several(optimizer), divided.draw_alike), is_callable=True
+    )
 
 
 def _check_steps(model: nn.Module, optimizers: Sequence[Optimizer], layout: Layout) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import guozhuang as gz
+from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.division import division_of, whole
 from guozhuang.parallel.random import Draws
 from guozhuang.world.layout import Layout
@@ -166,6 +167,9 @@ def trained_divided(kind: Kind, rate: float, layout: str) -> dict[str, Any]:
     world = gz.init()
     torch.manual_seed(5)
     found: dict[str, Any] = {"losses": [], "gradients": [], "norms": []}
+    peers = make_axes(world.layout).group("pp", "space", "sequence", "tp")
+    if peers is not None and peers.rank():
+        torch.manual_seed(6)  # a script may seed by rank, or draw on one rank only
     for step in batches(kind, world.data_size):
         batch, targets = step[world.data_rank]
         optimizer.zero_grad()

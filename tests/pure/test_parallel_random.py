@@ -59,6 +59,8 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "random_": lambda x: torch.empty_like(x).random_(0, 100),
     "geometric_": lambda x: torch.empty_like(x).geometric_(0.3),
     "channels last": lambda x: F.dropout(x.contiguous(memory_format=torch.channels_last), 0.3),
+    "expanded": lambda x: torch.rand_like(x.sum((0, 1), keepdim=True).expand(x.shape)),
+    "dropout out of training": lambda x: torch.native_dropout(x, 0.3, False)[0] + torch.rand_like(x),
     "transposed": lambda x: torch.rand_like(x.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)),
 }
 # Rows of the batch; spans of the heads, of ranks that have several ranges and that have none alike.

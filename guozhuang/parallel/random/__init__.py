@@ -2,5 +2,6 @@
 
 from .divided import divided, divided_by, undivided
 from .draws import Draws
+from .operations import align
 
-__all__ = ["Draws", "divided", "divided_by", "undivided"]
+__all__ = ["Draws", "align", "divided", "divided_by", "undivided"]

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ...errors import UsageError, explain
 from .divided import DividedDim, declared, parts_of, take
-from .operations import Operation, default_generator, generator_of, operation
+from .operations import Operation, default_generator, generator_of, operation, zeros
 from .rows import Draw, Pattern, RowDims
 from .watching import Watch
 
@@ -84,6 +84,10 @@ class Draws:
     def __deepcopy__(self, memo: object) -> Draws:
         """Return itself: a copy of a model outside of the prepared one draws as any other model."""
         return self
+
+    def may_draw(self, is_training: bool) -> bool:
+        """Return whether the model was seen to draw, or was not looked at enough yet; alike on all ranks."""
+        return not self._is_settled[is_training] or bool(self._watch.modules)
 
     # Without a pipeline.
 
@@ -234,8 +238,9 @@ class Draws:
         assert self._start is None or self._microbatch is not None or self._watch.is_forward, (
             "a backward outside of Draws.backward"
         )
-        if any(isinstance(each, Tensor) and each.is_meta for each in args):
-            return func(*args, **kwargs)  # only shapes are wanted
+        is_untrained = op.kind == "dropout" and args[2:3] == (False,)
+        if is_untrained or any(isinstance(each, Tensor) and each.is_meta for each in args):
+            return func(*args, **kwargs)  # nothing is drawn, or only shapes are wanted
         generator = generator_of(func, args, kwargs)
         if op.kind in ("kernel", "unknown"):
             return self._draw_unknown(op, generator, lambda: func(*args, **kwargs))
@@ -244,7 +249,7 @@ class Draws:
         parts, whole = parts_of(shape, declared())
         with self._at_place(generator) as is_needed:
             if not is_needed:
-                return op.answer(torch.zeros_like(_empty(op, args, shape)), args)
+                return op.answer(zeros(args, shape), args)
             pattern: Pattern = ()
             if self._microbatch is not None and self._microbatch[0] != slice(0, self._microbatch[1]):
                 rows = self._microbatch[0]
@@ -372,11 +377,6 @@ class Draws:
             place = row[:_GLUE_BYTES].clone().view(torch.int64).tolist()
             found[place[0], place[1]] = [each.clone() for each in row[_GLUE_BYTES:].split(sizes)]
         return found
-
-
-def _empty(op: Operation, args: tuple[Any, ...], shape: torch.Size) -> Tensor:
-    first = next((each for each in args if isinstance(each, Tensor)), None)
-    return torch.empty(shape) if first is None else first.new_empty(shape)
 
 
 def _key(op: Operation, generator: torch.Generator, whole: torch.Size, args: tuple[Any, ...]) -> tuple[object, ...]:

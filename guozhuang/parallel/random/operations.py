@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 Arguments = tuple[Any, ...]
@@ -154,12 +155,35 @@ def default_generator(device: torch.device) -> torch.Generator:
     return module.default_generators[index]  # type: ignore[no-any-return]
 
 
+def align(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Set the generators to the states of the group's first rank. Every rank of the group must call it.
+
+    A script may seed by rank, or draw on one rank only: masks of what is whole on all ranks would then differ silently.
+    """
+    generators = [torch.default_generator]
+    if device.type not in ("cpu", "meta"):
+        generators.append(default_generator(device))
+    states = [each.get_state() for each in generators]
+    sent = torch.cat(states).to("cpu" if device.type == "meta" else device)
+    dist.broadcast(sent, group=group, group_src=0)
+    for generator, state in zip(generators, sent.cpu().split([len(each) for each in states]), strict=True):
+        generator.set_state(state.clone())
+
+
+def zeros(args: Arguments, shape: torch.Size) -> Tensor:
+    """Return zeros in the place of a draw that nobody needs."""
+    first = next((each for each in args if isinstance(each, Tensor)), None)
+    return torch.zeros(shape) if first is None else first.new_zeros(shape)
+
+
 def like(tensor: Tensor, shape: torch.Size) -> Tensor:
     """Return an uninitialised tensor of another shape whose dims lie in memory in the order of the given one's.
 
     PyTorch draws in the order of memory, so a mask of a channels-last activation has its numbers in another order.
     """
     strides = tensor.stride()
+    if 0 in strides:  # an expanded tensor, of which PyTorch makes a dense one
+        strides = torch.empty_like(tensor, device="meta").stride()
     # Of two dims with one stride, that of one element lies further inside.
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], tensor.shape[dim] == 1, dim))
     if order == list(range(tensor.dim())):
