@@ -139,13 +139,18 @@ class NoiseScale(AroundGradients[_NoiseState]):
         if not self.meter.is_on or step % self.meter.every:
             return self.inner.start(bucket, state.inner, step)
         # What arrives was multiplied already, so that a sum is a mean.
-        own = torch.linalg.vector_norm(bucket.flat) / self.inner.input_scale(state.group.size())
+        own = _norm(bucket) / self.inner.input_scale(state.group.size())
         work = self.inner.start(bucket, state.inner, step)
         return Then(work, lambda: self._note(bucket, own, state))
 
     def _note(self, bucket: Bucket, own: Tensor, state: _NoiseState) -> None:
-        state.norms.append((own, torch.linalg.vector_norm(bucket.flat)))
+        state.norms.append((own, _norm(bucket)))
         if len(state.norms) == state.num_buckets:
             mine, averaged = (torch.stack(some).double().square().sum() for some in zip(*state.norms, strict=True))
             self.meter.add(mine, averaged, state.group)
             state.norms.clear()
+
+
+def _norm(bucket: Bucket) -> Tensor:
+    flat = bucket.flat  # in float16 the norm of many elements would overflow
+    return torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32))

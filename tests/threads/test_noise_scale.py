@@ -59,6 +59,20 @@ def test_noise_that_is_known_is_found(signal: float) -> None:
     assert found[0] == pytest.approx(1.0 / signal**2, rel=0.15)  # variance 1 over signal^2, for each element
 
 
+def test_norms_above_the_largest_float16_are_measured() -> None:
+    def on_rank(rank: int, size: int) -> float | None:
+        model, meter = DistributedDataParallel(Linear().half()), NoiseMeter()
+        model.use_exchange(NoiseScale(AllReduce(), meter))
+        draw = torch.Generator().manual_seed(rank)
+        for _ in range(20):
+            rows = 4096 * (torch.randn(BATCH, WIDTH, generator=draw) + 0.5)  # the norm of all is above 1e5
+            model(rows.half()).backward()
+            model.zero_grad()
+        return meter.noise_scale(BATCH)
+
+    assert run_threads(on_rank, 2)[0] == pytest.approx(4.0, rel=0.3)
+
+
 def test_it_costs_nothing_while_it_is_off_and_measures_some_steps() -> None:
     def on_rank(rank: int, size: int) -> tuple[int, int, Any]:
         off, some, alone = NoiseMeter(), NoiseMeter(every=4), NoiseMeter()
