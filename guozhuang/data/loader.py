@@ -235,7 +235,7 @@ class Loader:
         dataset: the dataset given to ``loader``.
         batch_size: samples per batch of this rank; None where the dataset or the batch sampler makes the batches.
         is_open: whether a pass goes on: it was neither left nor ran out.
-        is_alone: whether it was made for this rank alone, with ``num_replicas=1``, and not as the world shares its data.
+        is_alone: whether it was made for this rank alone, with ``num_replicas=1``.
     """
 
     def __init__(

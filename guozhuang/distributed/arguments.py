@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Caps
+from ..registry import registry
 
 MIB = 1 << 20
 
@@ -32,6 +33,12 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any, modu
             raise RuntimeError(
                 explain("there is no process group yet", fix="call guozhuang.init() before DistributedDataParallel")
             )
+        share = registry.data_share
+        if process_group is None and share is not None and share[1] != chosen.size() and not registry.trained:
+            # The ranks would train whole copies on equal data: the script does not divide what the launcher lays out.
+            what = "--strategy or --layout of this run divides the model, which gz.prepare does, and it was not called"
+            fix = "call gz.prepare in place of DistributedDataParallel, or leave that option out"
+            raise UsageError(explain(what, value=f"{share[1]} shares of the data", rank=chosen.rank(), fix=fix))
         return chosen
     if device_mesh.ndim != 1:
         what = f"Only 1D device mesh is supported, but got {device_mesh}, which has more than one axis"

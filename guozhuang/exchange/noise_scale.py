@@ -153,4 +153,5 @@ class NoiseScale(AroundGradients[_NoiseState]):
 
 def _norm(bucket: Bucket) -> Tensor:
     flat = bucket.flat  # in float16 the norm of many elements would overflow
-    return torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
+    norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
+    return norm

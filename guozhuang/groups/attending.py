@@ -98,8 +98,6 @@ class Attendant:
     def attend(self, is_done: Callable[[], bool], limit_s: float) -> None:
         """Process in this thread until ``is_done()``, at most ``limit_s`` seconds; return at once if another thread does.
 
-        The handler of a signal may call this while its thread is in a call of it.
-
         Raises:
             BaseException: what a signal's handler raises in this thread.
         """

@@ -1,12 +1,16 @@
-"""Ranks whose datasets have different lengths make as many steps as ``ends`` asks, and say so once."""
+"""Ranks whose datasets have different lengths make as many steps as ``ends`` asks, and say so once; shares of a layout."""
 
 from __future__ import annotations
 
 import logging
 
 import pytest
+import torch.distributed as dist
+from torch import nn
 
+from guozhuang import DistributedDataParallel
 from guozhuang.data import loader, sampler
+from guozhuang.errors import UsageError
 from guozhuang.registry import registry
 from tests.threads.ranks import run_threads
 
@@ -77,3 +81,14 @@ def test_a_loader_for_one_rank_alone_has_the_length_of_its_data_also_where_ranks
     with caplog.at_level(logging.WARNING, "guozhuang"):
         assert run_threads(beside_one_of_its_own, 2) == [[50, 5], [5]]
     assert not caplog.records
+
+
+def test_a_layout_that_nobody_applies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrap(rank: int, size: int) -> str:
+        with pytest.raises(UsageError, match="prepare does, and it was not called") as raised:
+            DistributedDataParallel(nn.Linear(2, 2))
+        DistributedDataParallel(nn.Linear(2, 2), process_group=dist.group.WORLD)
+        return str(raised.value)
+
+    monkeypatch.setattr(registry, "data_share", (0, 1))  # of --strategy pipeline
+    assert all("1 shares of the data" in text for text in run_threads(wrap, 2))
