@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from guozhuang.errors import UsageError
+from guozhuang.sync_batch_norm import normalize
 from tests.threads.ranks import GENERATOR, run_threads
 from tests.threads.test_parallel_space import Operation, average_gradients, close, divided, equals_one_process
 
@@ -119,3 +120,17 @@ def test_inputs_that_are_no_images_and_empty_batches() -> None:
         torch.manual_seed(0)
         inputs, model = [torch.randn(2, 3, 40, 30), torch.randn(2, 5), torch.randn(2, 4, 1, 1)], Conditioned()
     run_threads(is_conditioned, 3, model, inputs)
+
+
+def test_gradients_of_normalization_where_the_mean_is_large() -> None:
+    with GENERATOR:
+        torch.manual_seed(0)
+        noise, more = torch.randn(2, 8, 4, 16, 16)
+    weight, bias, gradient = torch.ones(4), torch.zeros(4), noise + more
+    found, torchs, exact = ((noise + 1e3).to(t).requires_grad_() for t in (torch.float32, torch.float32, torch.float64))
+    exact.data.copy_(found.detach())
+    normalize(found, weight, bias, 1e-5, (lambda mine: mine.unsqueeze(0), lambda sums: sums))[0].backward(gradient)
+    for x in (torchs, exact):
+        nn.functional.batch_norm(x, None, None, weight.to(x), bias.to(x), True).backward(gradient.to(x))
+    assert found.grad is not None and torchs.grad is not None and exact.grad is not None
+    assert (found.grad - exact.grad).abs().max() <= 2 * (torchs.grad - exact.grad).abs().max()
