@@ -82,6 +82,8 @@ class PreparedParallel(StandsForModule):
         self._compare(args, kwargs)
         inside = self._inside
         trains = self.module.training and torch.is_grad_enabled()
+        if divided.pipe is not None and inside is not None and trains:
+            inside.take_up_changes()  # here, because none are while a backward runs
         if divided.pipe is not None and inside is not None and trains and inside.forward_sync_buffers:
             broadcast_tensors(self.module.buffers(), inside.process_group, source=0)
         return divided(*args, **kwargs)

@@ -117,7 +117,10 @@ def frozen(layout: str) -> None:
         reference = torch.optim.AdamW(expected.parameters(), lr=0.05)
         model, optimizer = gz.prepare(model, optimizer, strategy="hybrid", layout=layout)
         world, scaler = gz.init(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for step in range(STEPS):
+        for step in range(STEPS + 1):
+            if step == STEPS - 1:  # layers are trained from here on
+                for each in (expected, model):
+                    each.requires_grad_(True)
             x, y = rows(step, 0)
             nn.functional.cross_entropy(expected(x), y).backward()
             x, y = (each.chunk(world.data_size)[world.data_rank] for each in (x, y))
