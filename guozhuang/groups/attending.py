@@ -21,7 +21,7 @@ from typing import Final
 _AWAY_S: Final = 0.002
 _LONGEST_AWAY_S: Final = 0.02  # while one thread waits for long
 _MOMENT_S: Final = 0.0005
-_MOST_SKIPS: Final = 256  # waits without a look, after looks in vain
+_MOST_SKIPS: Final = 16  # waits without a look, after looks in vain
 _ACTIVE_S: Final = 1.0  # the thread sleeps in naps for so long after the last wait, so that nobody needs to wake it
 _NAP_S: Final = 0.2
 _LONGEST_SLEEP_S: Final = 3600.0
