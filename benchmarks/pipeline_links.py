@@ -1,6 +1,7 @@
 """Race a pipeline against PyTorch's DDP on two hosts with a slow link: BERT-base, AdamW, 16 x 64 tokens a step in all.
 
-    python -m benchmarks.pipeline_links [--links 1gbit/0.1,100mbit/0.1] [--rounds 3] [--steps 2] [--layers 12] [--json FILE]
+    python -m benchmarks.pipeline_links [--links 1gbit/0.1,100mbit/0.1] [--rounds 3] [--steps 2] [--layers 12]
+        [--microbatches M] [--json FILE]
 
 Needs root: the hosts are network namespaces of this machine (tests/hosts/network.py), each with one rank of one thread. All
 contenders live in the same processes and take turns: PyTorch's DDP, `ddp`, and `pipeline` with GPipe's order. A step is the
@@ -52,7 +53,7 @@ def loss_of(model: Callable[..., Any], words: torch.Tensor, answers: torch.Tenso
     return nn.functional.cross_entropy(model(input_ids=words).logits, answers)
 
 
-def measure(rounds: int, num_steps: int, num_layers: int) -> dict[str, Any]:
+def measure(rounds: int, num_steps: int, num_layers: int, microbatches: int | None) -> dict[str, Any]:
     """Run by each rank; what rank 0 returns counts."""
     world = guozhuang.init("gloo", "cpu", timeout_s=300)
     words, answers = batch()
@@ -65,7 +66,8 @@ def measure(rounds: int, num_steps: int, num_layers: int) -> dict[str, Any]:
             trained[name] = TorchDDP(model), optimizer, words[mine], answers[mine]
         else:
             whole = name == "pipeline"
-            prepared = guozhuang.prepare(model, optimizer, name)
+            options: dict[str, Any] = {"microbatches": microbatches} if whole and microbatches else {}
+            prepared = guozhuang.prepare(model, optimizer, name, **options)
             trained[name] = *prepared, words if whole else words[mine], answers if whole else answers[mine]
     counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
     found: dict[str, Any] = {name: {"step_s": [], "bytes": []} for name in CONTENDERS}
@@ -97,12 +99,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--microbatches", type=int, help="of the pipeline; chosen by default")
     parser.add_argument("--json")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.rank:
-        print("FOUND " + json.dumps(measure(asked.rounds, asked.steps, asked.layers)), flush=True)
+        print("FOUND " + json.dumps(measure(asked.rounds, asked.steps, asked.layers, asked.microbatches)), flush=True)
         return
     if why := missing(delay=True):
         sys.exit(why)
@@ -111,6 +114,8 @@ def main() -> None:
     env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1]), "GLOO_SOCKET_IFNAME": "eth0"}
     command = [sys.executable, "-m", "benchmarks.pipeline_links", "--rank", "--rounds", str(asked.rounds)]
     command += ["--steps", str(asked.steps), "--layers", str(asked.layers)]
+    if asked.microbatches:
+        command += ["--microbatches", str(asked.microbatches)]
     everything = {}
     for link in asked.links.split(","):
         rate, _, delay = link.partition("/")
