@@ -23,7 +23,7 @@ from ..world.layout import Layout
 from .divided import inputs_of
 from .ways import PreparedPair, Setup
 
-_MICROBATCHES_PER_RANK = 4
+_MICROBATCHES_PER_RANK = 2
 
 
 def torch_tensor(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:

@@ -62,7 +62,7 @@ class GPipe:
         model: whole and equal on all ranks.
         axes: the groups of the layout.
         cut: the calls at which a new stage begins; None: chosen.
-        num_microbatches: into how many parts a batch is cut; None: four for each stage.
+        num_microbatches: into how many parts a batch is cut; None: two for each rank of the pipeline.
         schedule: the order of :meth:`step`; calls have GPipe's order.
         loss: for :meth:`step`.
 
@@ -82,7 +82,7 @@ class GPipe:
         group = axes.group("pp")
         assert group is not None, "a pipeline has several ranks"
         self.model, self.group = model, group
-        self.num_microbatches = num_microbatches or 4 * group.size()
+        self.num_microbatches = num_microbatches or 2 * group.size()
         count = stages_per_rank(schedule, group.size(), cut)
         self.plans = StagePlans(model, group, cut, schedule, count, self.num_microbatches, axes.everyone)
         self.num_steps, self._loss = 0, loss
