@@ -1,10 +1,19 @@
-"""Divide a model over the ranks of a layout: its matrices, its images or sequences, its layers."""
+"""Divide a model over the ranks of a layout: its matrices, its images or sequences, its layers.
+
+[Note: equal batches] The ranks that hold one copy of the model work on the same batch: each computes the script's loss. A
+script that shares out its data by rank, or whose ranks shuffle differently from some epoch on, would train on a mix of batches
+without any error. So in each forward the ranks exchange checksums of their inputs: 128 bytes. Where the first operation of the
+forward waits for all ranks anyhow, they are compared before it. Ranks of a pipeline begin at different times, so theirs are
+looked at when the batch has gone through, and those of an accelerator with the next batch, by when they have been computed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,9 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad
+from torch.utils import _pytree
 
-from ..errors import UsageError, explain
+from ..errors import MismatchError, UsageError, explain, rank_table
 from ..weights.equal_start import start_equal
+from ..world.layout import MODEL_AXES
+from ..world.versions import all_gather_single
 from .axes import Around, Axes
 from .division import division_of, norm_of
 from .random import Draws, align
@@ -76,6 +88,118 @@ class Wishes:
     attention: str | None = None
 
 
+class EqualBatches:
+    """Compares the batches of the ranks that hold one copy of the model together. See [Note: equal batches].
+
+    Args:
+        axes: the groups of the layout.
+    """
+
+    _NUM_WORDS = 16  # of 8 bytes: one for each input, as far as they reach; the last one is for all others
+
+    def __init__(self, axes: Axes) -> None:
+        self._group = axes.group(*MODEL_AXES)
+        self._is_pipeline = (
+            self._group is not None and axes.size("pp") == self._group.size()
+        )  # and divided in no other way
+        self._is_first, self._is_inside = True, False
+        self._check_last: Callable[[], None] = lambda: None
+
+    @contextlib.contextmanager
+    def compared(self, *inputs: Any) -> Iterator[None]:
+        """Raise in this context, on every rank of a copy of the model, unless all have the same inputs. Each must enter it.
+
+        Raises:
+            MismatchError: the text names the first input that differs, and the ranks.
+        """
+        if self._group is None or self._is_inside:
+            yield
+            return
+        self._check_last()
+        words, lines = self._digest(inputs)
+        found = words.new_empty(self._group.size() * self._NUM_WORDS)
+        goes_on = self._is_pipeline and not self._is_first and found.device.type == "cpu"
+        work = all_gather_single(found, words, group=self._group, async_op=goes_on)
+        self._is_first = False
+        if found.device.type != "cpu":
+            self._check_last = self._on_accelerator(found, lines)
+        elif not goes_on:
+            self._check(found, lines)
+        self._is_inside = True
+        try:
+            yield
+        except Exception:
+            if goes_on and work.is_completed():  # unequal batches are why something failed
+                self._check(found, lines)
+            raise
+        finally:
+            self._is_inside = False
+        if goes_on:
+            work.wait()
+            self._check(found, lines)
+
+    def _on_accelerator(self, found: Tensor, lines: Sequence[str]) -> Callable[[], None]:
+        """Return what compares the words once they are there, for which the queue of kernels does not have to run empty."""
+        copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        copy.copy_(found, non_blocking=True)
+        event = torch.Event(found.device.type)
+        event.record()
+
+        def check() -> None:
+            self._check_last = lambda: None
+            event.synchronize()
+            self._check(copy, lines)
+
+        return check
+
+    def _digest(self, inputs: Any) -> tuple[Tensor, list[str]]:
+        """Return checksums of the inputs, on the device where they are, and a line for each of them."""
+        words, lines, device = [0] * self._NUM_WORDS, [], torch.device("cpu")
+        later: list[tuple[int, Tensor]] = []
+        for i, (path, leaf) in enumerate(_pytree.tree_leaves_with_path(inputs)):
+            place = min(i, self._NUM_WORDS - 1)
+            line = f"{_pytree.keystr(path[1:])} {_kind(leaf)}"
+            words[place] = zlib.crc32(line.encode(), words[place])
+            lines.append(line)
+            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_meta or not leaf.numel():
+                continue
+            flat = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).detach().contiguous().view(-1)
+            octets = flat.view(torch.uint8)
+            if leaf.device.type == "cpu":
+                words[place] = zlib.crc32(octets.numpy().data, words[place])
+                continue
+            device = leaf.device
+            numbers = octets.view(torch.int64) if len(octets) % 8 == 0 else octets.long()
+            later.append((place, (numbers * torch.arange(1, 2 * len(numbers), 2, device=device)).sum()))
+        found = torch.tensor(words).to(device, non_blocking=True)
+        for place, value in later:
+            found[place] += value
+        return found, lines
+
+    def _check(self, found: Tensor, lines: Sequence[str]) -> None:
+        assert self._group is not None
+        rows = found.view(self._group.size(), self._NUM_WORDS).tolist()
+        if all(row == rows[0] for row in rows):
+            return
+        place = next(i for i in range(self._NUM_WORDS) if len({row[i] for row in rows}) > 1)
+        what = f"input {place} of the model differs between ranks that hold one copy of the model together"
+        fix = "load data by gz.loader, or share it out by world.data_rank of world.data_size, and draw random inputs by torch"
+        shown = lines[place] if place < len(lines) else "nothing"
+        ranks = dist.get_process_group_ranks(self._group)
+        table = rank_table(
+            ("rank", "checksum"), [(rank, f"{row[place]:x}") for rank, row in zip(ranks, rows, strict=True)]
+        )
+        text = explain(what, value=shown, rank=dist.get_rank(), fix=fix)
+        raise MismatchError(f"{text}\n{table}")
+
+
+def _kind(leaf: object) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+    text = repr(leaf)  # the text of an object may tell its address, which differs between ranks
+    return text[:60] if " at 0x" not in text else type(leaf).__qualname__
+
+
 @dataclass
 class Divided:
     """A model whose parts are spread over the ranks of a layout.
@@ -87,6 +211,7 @@ class Divided:
         pipe: the pipeline that is called in place of the model; None without stages.
         draws: makes random operations in the model's forward draw as in one process; None with a pipe, which sees to that.
         inside: the model wrapped in what averages its gradients; None if nothing has to be wrapped.
+        batches: compares the batches of the ranks that hold one copy of the model.
     """
 
     model: nn.Module
@@ -95,6 +220,10 @@ class Divided:
     pipe: Pipe | None = None
     draws: Draws | None = None
     inside: Callable[..., Any] | None = None
+    batches: EqualBatches = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.batches = EqualBatches(self.axes)
 
     def drawing(self) -> AbstractContextManager[None]:
         """Return the context in which the model is called: random operations draw there as in one process."""
@@ -109,14 +238,15 @@ class Divided:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on a whole batch, which the ranks that hold one copy of it share. Each must call it."""
         call: Callable[..., Any] = self.model if self.inside is None else self.inside
-        for each in self.around:
-            args, kwargs = each.inputs(args, kwargs)
-        self.draw_alike()
-        with self.drawing():
-            found = (call if self.pipe is None else self.pipe)(*args, **kwargs)
-        for each in reversed(self.around):
-            found = each.outputs(found)
-        return found
+        with self.batches.compared(args, kwargs):
+            for each in self.around:
+                args, kwargs = each.inputs(args, kwargs)
+            self.draw_alike()
+            with self.drawing():
+                found = (call if self.pipe is None else self.pipe)(*args, **kwargs)
+            for each in reversed(self.around):
+                found = each.outputs(found)
+            return found
 
 
 def check_wishes(wishes: Wishes) -> None:

@@ -5,9 +5,6 @@ it, and average the gradients of those parts in a group of their own. Without a 
 usual, while backward runs. In a pipeline a parameter's gradient grows with each microbatch, and some schedules compute it
 without autograd, so no hook tells when it is complete. The pipeline itself says when its backward has ended; the gradients
 are then handed to the very same reducer, by a backward from the parameters alone.
-
-[Note: equal batches] The ranks that hold one copy of the model work on the same batch: each computes the script's loss. A
-script that shares out its data by rank would train on a mix of batches without any error, so the first batches are compared.
 """
 
 from __future__ import annotations
@@ -15,25 +12,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree
 from typing_extensions import override
 
 from ..distributed import DistributedDataParallel
 from ..errors import UsageError, explain
 from ..exchange import GradientExchange
-from ..groups.agreement import agree
-from ..groups.subgroups import timeout_s
 from ..optim.divided import DividedOptimizer
 from ..parallel.axes import make_axes
 from ..parallel.division import division_of
-from ..parallel.prepare import Divided, Pipe, Wishes, check_wishes, divide_model, draw_alike
+from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model, draw_alike
 from ..parallel.state import fit_state, gather_optimizer_states
 from ..sharding.elementwise import needs_whole_tensors
 from ..units import listed
@@ -47,8 +40,6 @@ from .ways import PreparedPair, Setup, WithExchange, device_ids, several
 if TYPE_CHECKING:
     from ..parallel.pipeline.plan import StageTimes
     from .table import Strategy
-
-_COMPARED_BATCHES = 2
 
 
 class PreparedParallel(StandsForModule):
@@ -70,7 +61,7 @@ class PreparedParallel(StandsForModule):
         super().__init__()
         self.add_module("module", divided.model)
         # In the dictionary: as parts they would give parameters a second name.
-        self.__dict__.update(_divided=divided, _num_compared=0, _make_inside=make_inside, _loss=loss)
+        self.__dict__.update(_divided=divided, _make_inside=make_inside, _loss=loss)
         if divided.pipe is None:
             divided.inside = make_inside and make_inside()
         elif make_inside is not None:
@@ -79,7 +70,6 @@ class PreparedParallel(StandsForModule):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         divided: Divided = self.__dict__["_divided"]
-        self._compare(args, kwargs)
         inside = self._inside
         trains = self.module.training and torch.is_grad_enabled()
         if divided.pipe is not None and inside is not None and trains:
@@ -143,11 +133,11 @@ class PreparedParallel(StandsForModule):
         if loss is None:
             what = "model.step() needs the loss function"
             raise UsageError(explain(what, fix="give it to gz.prepare(model, optimizer, loss=loss_fn)"))
-        if divided.pipe is not None and not divided.around:
-            self._compare(args, kwargs)
-            divided.draw_alike()
-            return divided.pipe.step(*args, **kwargs)
-        return plain_step(self, loss, args, kwargs)
+        with divided.batches.compared(args, kwargs):
+            if divided.pipe is not None and not divided.around:
+                divided.draw_alike()
+                return divided.pipe.step(*args, **kwargs)
+            return plain_step(self, loss, args, kwargs)
 
     def stage_times(self) -> list[StageTimes]:
         """Return the stages of a pipeline on this rank, and their times; none without a pipeline, or before its first batch."""
@@ -196,17 +186,6 @@ class PreparedParallel(StandsForModule):
             inside.reducer.expect_backward()  # which goes through no graph of a forward
         torch.autograd.backward(trained, gradients)
 
-    def _compare(self, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Raise on all ranks of a copy of the model unless they got the same batch. See [Note: equal batches]."""
-        if self.__dict__["_num_compared"] == _COMPARED_BATCHES:
-            return
-        self.__dict__["_num_compared"] += 1
-        group = self.__dict__["_divided"].axes.group(*MODEL_AXES)
-        leaves, _ = _pytree.tree_flatten_with_path((args, kwargs))
-        lines = [f"{_pytree.keystr(path)} {_digest(leaf)}" for path, leaf in leaves]
-        fix = "load data by gz.loader, or share it out by world.data_rank of world.data_size, and draw random inputs by torch"
-        agree(group, "the batch of the ranks that hold one copy of the model together", lines, timeout_s(group), fix)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         what = "a divided model cannot be copied: each rank has a part of it"
         raise UsageError(
@@ -218,17 +197,6 @@ class PreparedParallel(StandsForModule):
         raise UsageError(
             explain(what, fix="save model.state_dict(), which is whole; call it on every rank, and save on one")
         )
-
-
-def _digest(leaf: object) -> str:
-    if not isinstance(leaf, Tensor):  # the text of an object may tell its address, which differs between ranks
-        text = repr(leaf)
-        return text[:60] if " at 0x" not in text else type(leaf).__qualname__
-    kind = f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-    if leaf.layout != torch.strided or leaf.is_meta:
-        return kind
-    values = leaf.detach().cpu().contiguous().view(-1)
-    return f"{kind} with checksum {zlib.crc32(values.view(torch.uint8).numpy().data) if values.numel() else 0:08x}"
 
 
 def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Strategy) -> PreparedPair:
@@ -317,15 +285,12 @@ class PipelineStep:
     """The step of a pipeline whose schedule computes the loss of each microbatch. See [Note: who owns the step] in ways.py.
 
     Args:
-        pipe: the model in stages.
+        divided: the model in stages.
         optimizers: what is stepped.
-        before: called before each batch.
     """
 
-    def __init__(
-        self, pipe: Pipe, optimizers: Sequence[Optimizer], before: Callable[[], object] = lambda: None
-    ) -> None:
-        self._pipe, self._optimizers, self._before = pipe, optimizers, before
+    def __init__(self, divided: Divided, optimizers: Sequence[Optimizer]) -> None:
+        self._divided, self._optimizers = divided, optimizers
 
     def __call__(
         self,
@@ -336,12 +301,15 @@ class PipelineStep:
     ) -> Tensor:
         """Train on one batch; see ``Step``."""
         args, kwargs = inputs_of(loss_fn, batch)
-        self._before()
 
         def loss(output: Any, part: Any) -> Any:
             return loss_fn(lambda *args, **kwargs: output, part)
 
-        found = self._pipe.train(args, kwargs, batch, loss)
+        pipe = self._divided.pipe
+        assert pipe is not None
+        with self._divided.batches.compared(batch):
+            self._divided.draw_alike()
+            found = pipe.train(args, kwargs, batch, loss)
         passed("forward")
         passed("backward")
         for optimizer in self._optimizers:
@@ -356,9 +324,7 @@ def _pair(prepared: PreparedParallel, optimizer: Any, divided: Divided, wishes: 
     """Return what ``prepare`` does; its step follows the schedule, if that is another one than the script's own loop has."""
     if divided.pipe is None or divided.around or wishes.loss is None or wishes.schedule == "gpipe":
         return PreparedPair(prepared, optimizer)
-    return PreparedPair(
-        prepared, optimizer, PipelineStep(divided.pipe, several(optimizer), divided.draw_alike), is_callable=True
-    )
+    return PreparedPair(prepared, optimizer, PipelineStep(divided, several(optimizer)), is_callable=True)
 
 
 def _check_steps(model: nn.Module, optimizers: Sequence[Optimizer], layout: Layout) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from guozhuang.errors import UsageError
+from guozhuang.errors import MismatchError, UsageError
 from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.division import division_of
 from guozhuang.parallel.pipeline import divide_pipeline
@@ -469,10 +469,24 @@ def test_what_cannot_be_divided_is_named(make, cut, told):
     run_threads(rank_of, 2)
 
 
-def test_inputs_that_differ_between_the_ranks_of_one_pipeline_are_named():
-    def rank_of(rank, size):
-        pipe = divide_pipeline(sequence(), make_axes(Layout(pp=size)))
-        with pytest.raises(UsageError, match=r"input 0 differs between ranks 0 and 1 of one pipeline"):
-            pipe(torch.full((6, 8), float(rank)))
+@pytest.mark.parametrize("layout", (Layout(pp=2), Layout(tp=2)), ids=str)
+def test_batches_that_differ_between_the_ranks_of_one_copy_are_named_at_any_step(layout):
+    models = [sequence() for _ in range(2)]
+    setup = Setup(SimpleNamespace(layout=layout), wishes={"loss": nn.MSELoss()})
 
-    run_threads(rank_of, 2)
+    def rank_of(rank, size):
+        optimizer = torch.optim.SGD(models[rank].parameters(), lr=0.1)
+        prepared, _ = prepare_divided(models[rank], optimizer, setup, get("hybrid"))
+        rows, targets = torch.ones(4, 8), torch.ones(4, 3)
+        told = r"of the model differs between ranks that hold one copy.*float32 \(4, .\).*rank +checksum"
+        for _ in range(4):
+            prepared(rows)
+        with pytest.raises(MismatchError, match=f"(?s)input 0 {told}"):
+            prepared(rows + rank)
+        prepared.step(rows, targets)
+        with pytest.raises(MismatchError, match=f"(?s)input 1 {told}"):
+            prepared.step(rows, targets + rank)
+        return prepared(rows)
+
+    first, second = run_threads(rank_of, 2)
+    assert torch.equal(first, second)

@@ -13,6 +13,7 @@ from torch.nn import functional
 from guozhuang.errors import UsageError
 from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.pipeline import divide_pipeline
+from guozhuang.parallel.prepare import Divided
 from guozhuang.strategies.divided import PipelineStep
 from guozhuang.world.layout import Layout
 from tests.threads.ranks import GENERATOR, run_threads
@@ -156,8 +157,9 @@ def test_batches_are_normalized_by_microbatch(schedule: str) -> None:
 
 def _with_a_batch(rank: int, size: int) -> Any:
     model, words, labels = _made(Tagger)
-    pipe = divide_pipeline(model, make_axes(Layout(pp=size)), num_microbatches=4, loss=masked_mean)
-    step = PipelineStep(pipe, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    axes = make_axes(Layout(pp=size))
+    pipe = divide_pipeline(model, axes, num_microbatches=4, loss=masked_mean)
+    step = PipelineStep(Divided(model, axes, pipe=pipe), [torch.optim.SGD(model.parameters(), lr=0.1)])
     parts: list[str] = []
     batch = {"words": words, "labels": labels}
 

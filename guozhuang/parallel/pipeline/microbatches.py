@@ -1,13 +1,11 @@
-"""Batches cut into microbatches, and the test that all ranks of a pipeline have the same batch."""
+"""Batches cut into microbatches."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -81,44 +79,6 @@ def with_rows(microbatch: Microbatch, num_rows: int) -> tuple[tuple[Any, ...], d
         ]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return args, kwargs
-
-
-def check_equal(args: tuple[Any, ...], kwargs: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Compare the inputs of all ranks of a pipeline, by checksums. Every rank must call it.
-
-    Raises:
-        UsageError: on every rank, if they differ; the text names the input and the ranks.
-    """
-    mine = {
-        _name(path): (str(tuple(leaf.shape)), str(leaf.dtype), _checksum(leaf))
-        if isinstance(leaf, Tensor)
-        else str(leaf)
-        for path, leaf in pytree.tree_leaves_with_path((args, dict(kwargs)))
-        if isinstance(leaf, Tensor | int | float | str | bool | None)
-    }
-    everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, mine, group=group)
-    for rank, theirs in enumerate(everyones):
-        different = [name for name in {**everyones[0], **theirs} if everyones[0].get(name) != theirs.get(name)]
-        if different:
-            name = different[0]
-            what = f"input {name} differs between ranks {_of(group, 0)} and {_of(group, rank)} of one pipeline"
-            shown = f"{_shown(everyones[0].get(name))} and {_shown(theirs.get(name))}"
-            fix = "give all ranks of a pipeline the same batch: gz.loader does, as does a sampler with world.data_rank"
-            raise UsageError(explain(what, value=shown, fix=fix))
-
-
-def _of(group: dist.ProcessGroup, rank: int) -> int:
-    return dist.get_global_rank(group, rank)
-
-
-def _shown(told: Any) -> str:
-    return f"{told[1]} of shape {told[0]} with checksum {told[2]:08x}" if isinstance(told, tuple) else str(told)
-
-
-def _checksum(tensor: Tensor) -> int:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
 
 
 def _name(path: Any) -> str:
