@@ -153,7 +153,7 @@ def single_modules() -> None:
 def refusals() -> None:
     world = gz.init()
     model, _ = gz.prepare(*made(), strategy="hybrid", layout="pp=2,tp=2")
-    with pytest.raises(MismatchError, match="batch of the ranks that hold one copy of the model"):
+    with pytest.raises(MismatchError, match="input 0 of the model differs between ranks that hold one copy"):
         model(torch.full((4, 4), float(world.rank)))
     early = gz.loader(range(8), num_replicas=4, rank=world.rank)
     with pytest.raises(UsageError, match="make the loader after prepare"):
