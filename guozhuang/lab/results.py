@@ -56,6 +56,7 @@ class StageRecord:
     last: str
     predicted_s: float | None
     busy_s: float
+    microbatches: str
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ def show(console: Console, results: Results, verdict: Verdict, report: Path) -> 
             for cells in stage_lines(row):
                 table.add_row(*cells)
             console.print(table)
+            console.print(Text(row.stages[0].microbatches, style="dim"))
     for row in results.rows:
         if row.failure is not None:
             console.print(Text.assemble((f"{row.name} failed", "bold red"), ": ", short(row.failure.cause, 400)))

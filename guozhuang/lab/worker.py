@@ -249,7 +249,13 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         noise_scale=trainer.noise_scale(),
         stages=tuple(
             StageRecord(
-                now.number, now.rank, now.first, now.last, now.predicted_s, (now.busy_s - was.busy_s) / spec.num_steps
+                now.number,
+                now.rank,
+                now.first,
+                now.last,
+                now.predicted_s,
+                (now.busy_s - was.busy_s) / spec.num_steps,
+                now.microbatches,
             )
             for now, was in zip(_stages(trainer), stages_before, strict=True)
         ),

@@ -12,7 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from guozhuang.errors import UsageError
 from guozhuang.parallel.pipeline.blocks import find_units
-from guozhuang.parallel.pipeline.cut import CallCost, balance, measure, table
+from guozhuang.parallel.pipeline.cut import (
+    CallCost,
+    MeasuredCalls,
+    balance,
+    choose_microbatches,
+    cut_for,
+    measure,
+    table,
+)
 from guozhuang.parallel.pipeline.forwards.stage import Microbatch
 
 
@@ -79,13 +87,15 @@ def test_costs_are_measured_and_nothing_changes() -> None:
     model, rows = Uneven(), torch.randn(256, 64)
     before = {name: each.clone() for name, each in model.state_dict().items()}
     state = torch.get_rng_state()
-    found = {
-        cost.name: cost for cost in measure(model, find_units(model, 2), Microbatch(0, (rows,), {}, slice(0, 256), 256))
-    }
+    batches = [Microbatch(0, (rows[:n],), {}, slice(0, n), 256) for n in (64, 256)]
+    smaller, larger = measure(model, find_units(model, 2), batches, {f"layers.{i}": 64 for i in range(4)})
+    found = {cost.name: cost for cost in larger}
+    assert [4 * cost.saved_bytes for cost in smaller] == pytest.approx([cost.saved_bytes for cost in larger], abs=4000)
+    assert len({found[f"layers.{i}"].seconds for i in range(4)}) == 1
     assert list(found) == [*(f"layers.{i}" for i in range(4)), "norm", "drop", "head"]
     assert found["head"].seconds > found["layers.1"].seconds > 0
     assert found["layers.0"].parameter_bytes == 4 * (64 * 64 + 64)
-    assert found["layers.0"].saved_bytes == rows.nbytes
+    assert found["layers.0"].saved_bytes == found["layers.0"].output_bytes == rows.nbytes
     assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
 
@@ -101,6 +111,50 @@ def test_parts_with_checkpoints_of_the_old_style_are_measured_too() -> None:
 
     model = nn.Sequential(*(Checkpointed() for _ in range(3)))
     batch = Microbatch(0, (torch.randn(2, 8, requires_grad=True),), {}, slice(0, 2), 2)
-    found = measure(model, find_units(model, 2), batch)
+    (found,) = measure(model, find_units(model, 2), [batch])
     assert [cost.name for cost in found] == ["0", "1", "2"] and all(cost.seconds > 0 for cost in found)
     assert all(p.grad is None for p in model.parameters())
+
+
+def _measured(fixed_s: float, row_s: float, **others: float) -> MeasuredCalls:
+    sizes = {
+        rows: tuple(CallCost(str(i), fixed_s + rows * row_s, 0, rows, 1000 * rows) for i in range(8)) for rows in (2, 8)
+    }
+    return MeasuredCalls(tuple(sizes), tuple(sizes.values()), **others)
+
+
+@pytest.mark.parametrize(
+    ("measured", "best"),
+    [
+        (_measured(0.0, 1.0), 16),  # nothing costs more with more microbatches, which leave ranks idle for less time
+        (_measured(1.0, 1.0), 4),
+        (_measured(3.0, 0.1), 1),
+        (_measured(0.0, 1.0, message_s=6.0), 4),
+        (_measured(0.0, 1.0, byte_s=8e-3), 16),  # the link carries the parts of a batch one behind the other
+    ],
+)
+def test_the_number_of_microbatches_is_that_of_the_shortest_step(measured: MeasuredCalls, best: int) -> None:
+    tried = [cut_for(measured, 16, m, ("gpipe", 2, 1)) for m in (1, 2, 3, 4, 6, 8, 12, 16)]
+    chosen = choose_microbatches(tried, usual=4)
+    assert (chosen.num_microbatches, chosen.starts) == (best, [4])
+    assert chosen.step_s <= 1.03 * min(each.step_s for each in tried)
+    if measured.message_s == measured.byte_s == 0:  # every stage takes the same time
+        one = 4 * measured.at(16 / best)[0].seconds
+        assert chosen.step_s == pytest.approx((best + 1) * one)
+
+
+def test_costs_of_other_sizes_lie_on_the_line_through_two() -> None:
+    measured = _measured(3.0, 0.5)
+    assert [measured.at(rows)[0].seconds for rows in (1, 4, 16)] == pytest.approx([3.5, 5.0, 11.0])
+    assert measured.at(4)[5].saved_bytes == 4
+    single = MeasuredCalls((4,), (tuple(measured.at(4)),))
+    assert [single.at(rows)[0].seconds for rows in (2, 4, 8)] == pytest.approx([2.5, 5.0, 10.0])
+
+
+def test_microbatches_for_which_there_is_no_memory_are_not_chosen() -> None:
+    measured = _measured(1.0, 1.0)
+    assert cut_for(measured, 16, 4, ("1f1b", 2, 1), 4 * 2 * 4.0).step_s > 0
+    with pytest.raises(UsageError, match=r"no cut into 2 stages fits"):
+        cut_for(measured, 16, 2, ("1f1b", 2, 1), 4 * 2 * 4.0)
+    with pytest.raises(UsageError, match=r"with 2 microbatches, and there are"):
+        cut_for(measured, 16, 2, ("1f1b", 2, 1), 4 * 2 * 4.0, [4])

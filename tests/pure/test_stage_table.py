@@ -23,8 +23,8 @@ def test_each_stage_has_its_parts_its_times_and_the_idle_share_of_its_rank() -> 
 
     def stages(of: int, busy_s: float) -> tuple[StageRecord, StageRecord]:
         return (
-            StageRecord(of, of, f"layer.{of}", f"layer.{of + 4}", 0.02, busy_s),
-            StageRecord(of + 2, of, "head", "head", None, 0.01),
+            StageRecord(of, of, f"layer.{of}", f"layer.{of + 4}", 0.02, busy_s, "4 microbatches"),
+            StageRecord(of + 2, of, "head", "head", None, 0.01, "4 microbatches"),
         )
 
     ranks = tuple(rank(i, *stages(i % 2, 0.02 + 0.02 * (i // 2))) for i in range(4))

@@ -1,19 +1,25 @@
 """Where to cut a model into stages: measured costs of its calls, and the cut whose slowest stage is fastest.
 
 [Note: the cost of a stage] The step of a pipeline takes (m + p - 1) times the time of its slowest stage, so the cut is to make
-that stage fast. Each call of a unit is timed where it is, forward and backward, on the first microbatch, on rank 0, and all
+that stage fast. Each call of a unit is timed where it is, forward and backward, on a microbatch, on rank 0, and all
 ranks take rank 0's figures. Minimizing the largest sum of contiguous parts is a dynamic program over the places of the cuts.
 A stage needs memory for its parameters, their gradients and the optimizer's state, and for what autograd saves of each
 microbatch in flight; cuts that need more than there is are not considered.
+
+[Note: the number of microbatches] More microbatches leave ranks idle for less time, and each costs something whatever its
+rows are: weights are read, gradients of weights added up, messages sent. Calls are therefore timed with two sizes of
+microbatches, and the time with another size is on the line through both. For some numbers of microbatches the best cut is found
+and the schedule carried out in thought with these times and that of a message, and the number whose step is shortest is taken.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -24,11 +30,12 @@ from torch.utils import _pytree as pytree
 from ...errors import UsageError, explain, rank_table
 from .forwards.intercept import intercepted
 from .forwards.stage import Microbatch
+from .schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, make_schedule, most_in_flight, simulate
 
 #: Bytes of the optimizer's state for each byte of a parameter: two moments, as of Adam.
 STATE_PER_PARAMETER: Final = 2
-# A second pass is worth its time only if it is short: the first pays for what is set up at a layer's first call.
-_LONGEST_FIRST_PASS_S: Final = 0.5
+# Microbatches of a number that was not asked for by hand: another number than the usual one has to save this share of a step.
+_WORTH: Final = 0.03
 
 
 @dataclass(frozen=True)
@@ -40,67 +47,69 @@ class CallCost:
         seconds: of forward and backward of one microbatch.
         parameter_bytes: of the unit's parameters.
         saved_bytes: of the tensors that autograd saves in the forward of one microbatch, apart from parameters.
+        output_bytes: of the tensors that it returns for one microbatch.
     """
 
     name: str
     seconds: float
     parameter_bytes: int = 0
     saved_bytes: int = 0
+    output_bytes: int = 0
 
 
-def measure(model: nn.Module, units: Mapping[str, nn.Module], microbatch: Microbatch) -> list[CallCost]:
-    """Run the model on a microbatch, and return the cost of each call in the order of the calls.
+def measure(
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    microbatches: Sequence[Microbatch],
+    shapes: Mapping[str, Hashable] = MappingProxyType({}),
+) -> list[list[CallCost]]:
+    """Run the model on microbatches, and return for each the cost of each call in the order of the calls.
 
-    Nothing of the model changes: buffers and random generators are put back, and gradients are not stored. Calls of units of
-    one class and of the same sizes get the median of their times.
+    Nothing of the model changes: buffers and random generators are put back, and gradients are not stored. Of calls of units of
+    one class and of the same sizes only the first is run, and all get its time. With the first microbatch it is run twice, and
+    the shorter time counts, because the first one pays for what is set up at a layer's first call.
+
+    Args:
+        model: whole.
+        units: by name.
+        microbatches: of different sizes.
+        shapes: of what each call returns, by its name; a call without them is run.
     """
-    began_s = time.perf_counter()
     with _unchanged(model):
-        found = _measured(model, units, microbatch)
-        if time.perf_counter() - began_s < _LONGEST_FIRST_PASS_S:
-            again = _measured(model, units, microbatch)
-            found = [min(pair, key=lambda each: each[1].seconds) for pair in zip(found, again, strict=True)]
-    alike: dict[Any, list[float]] = {}
-    for kind, cost in found:
-        alike.setdefault((kind, cost.parameter_bytes, cost.saved_bytes), []).append(cost.seconds)
-    medians = {key: statistics.median(seconds) for key, seconds in alike.items()}
-    return [replace(cost, seconds=medians[kind, cost.parameter_bytes, cost.saved_bytes]) for kind, cost in found]
+        return [_measured(model, units, each, shapes, 1 if i else 2) for i, each in enumerate(microbatches)]
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """The cost of a call, and what it returned, for later calls of the same kind."""
+
+    cost: CallCost
+    output: Any
 
 
 def _measured(
-    model: nn.Module, units: Mapping[str, nn.Module], microbatch: Microbatch
-) -> list[tuple[type[nn.Module], CallCost]]:
-    found: list[tuple[type[nn.Module], CallCost]] = []
+    model: nn.Module,
+    units: Mapping[str, nn.Module],
+    microbatch: Microbatch,
+    shapes: Mapping[str, Hashable],
+    num_runs: int,
+) -> list[CallCost]:
+    found: list[CallCost] = []
+    alike: dict[Hashable, _Alike] = {}
 
     def on_call(name: str, unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        own = {p.untyped_storage().data_ptr() for p in unit.parameters()}
-        saved: dict[int, int] = {}
+        first = alike.get(key := _kind(name, unit, args, kwargs))
+        if first is None:
+            runs = [_run_timed(name, unit, proceed, args, kwargs) for _ in range(num_runs)]
+            first = alike[key] = min(runs, key=lambda each: each.cost.seconds)
+        found.append(replace(first.cost, name=name))
+        return pytree.tree_map(_fresh, first.output)
 
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        args, kwargs = pytree.tree_map(_detached, (args, kwargs))
-        given_args, given_kwargs = pytree.tree_map(_computed, (args, kwargs))
-        began_s = _now_s()
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = proceed(*given_args, **given_kwargs)
-        roots = [each for each in pytree.tree_leaves(output) if _has_graph(each)]
-        leaves = [each for each in pytree.tree_leaves((args, kwargs)) if _has_graph(each)]
-        wanted = leaves + [p for p in unit.parameters() if p.requires_grad]
-        forward_s = _now_s() - began_s
-        try:
-            if roots and wanted:
-                torch.autograd.grad(roots, wanted, [torch.ones_like(each) for each in roots], allow_unused=True)
-        except RuntimeError:
-            # Checkpoints of the old style compute no chosen gradients. A backward takes about as long as two forwards.
-            began_s -= 2 * forward_s
-        num_bytes = sum(p.numel() * p.itemsize for p in unit.parameters())
-        cost = CallCost(name, _now_s() - began_s, num_bytes, sum(saved.values()))
-        found.append((kinds[id(unit)], cost))
-        return pytree.tree_map(lambda leaf: _computed(_detached(leaf)), output)
+    def _kind(name: str, unit: nn.Module, args: Any, kwargs: Any) -> Hashable:
+        if name not in shapes:
+            return name
+        given = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves((args, kwargs)))
+        return kinds[id(unit)], shapes[name], given, tuple(each.shape for each in unit.parameters()), repr(unit)
 
     kinds = {id(unit): type(unit) for unit in units.values()}
     with torch.enable_grad(), intercepted(units, on_call):
@@ -108,13 +117,52 @@ def _measured(
     return found
 
 
+def _run_timed(name: str, unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> _Alike:
+    """Run forward and backward of one call."""
+    own = {p.untyped_storage().data_ptr() for p in unit.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    args, kwargs = pytree.tree_map(_detached, (args, kwargs))
+    given_args, given_kwargs = pytree.tree_map(_fresh, (args, kwargs))
+    began_s = now_s()
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = proceed(*given_args, **given_kwargs)
+    roots = [each for each in pytree.tree_leaves(output) if _has_graph(each)]
+    leaves = [each for each in pytree.tree_leaves((args, kwargs)) if _has_graph(each)]
+    weights = [p for p in unit.parameters() if p.requires_grad]
+    forward_s = now_s() - began_s
+    try:
+        if roots and (leaves or weights):
+            seeds = [torch.ones_like(each) for each in roots]
+            gradients = torch.autograd.grad(roots, leaves + weights, seeds, allow_unused=True)
+            for each in gradients[len(leaves) :]:
+                if each is not None and each.layout == torch.strided and each.is_contiguous():
+                    each.add_(each)  # as later microbatches do to those of the first
+    except RuntimeError:
+        # Checkpoints of the old style compute no chosen gradients. A backward takes about as long as two forwards.
+        began_s -= 2 * forward_s
+    seconds = now_s() - began_s
+    num_bytes = sum(p.numel() * p.itemsize for p in unit.parameters())
+    output = pytree.tree_map(_detached, output)
+    returned = sum(each.nbytes for each in pytree.tree_leaves(output) if isinstance(each, Tensor))
+    return _Alike(CallCost(name, seconds, num_bytes, sum(saved.values()), returned), output)
+
+
 def _has_graph(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _computed(leaf: Any) -> Any:
-    """Return a leaf of autograd's graph as something computed, which a forward may change in place."""
-    return leaf * 1 if _has_graph(leaf) else leaf
+def _fresh(leaf: Any) -> Any:
+    """Return a tensor as one that a forward may change in place: a leaf of autograd's graph as something computed."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf * 1 if leaf.requires_grad else leaf.clone()
 
 
 def _detached(leaf: Any) -> Any:
@@ -123,7 +171,8 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach().requires_grad_()
 
 
-def _now_s() -> float:
+def now_s() -> float:
+    """Return the time, after what an accelerator was given to do has ended."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()
@@ -167,6 +216,12 @@ def balance(
     return found
 
 
+def _need_bytes(stage: Sequence[CallCost], num_in_flight: int) -> int:
+    """Return the memory that a stage of these calls needs."""
+    held = num_in_flight * sum(cost.saved_bytes for cost in stage)
+    return (2 + STATE_PER_PARAMETER) * sum(cost.parameter_bytes for cost in stage) + held
+
+
 def _best(costs: Sequence[CallCost], num_stages: int, in_flight: Sequence[int], limit_bytes: float) -> list[int] | None:
     """The dynamic program: for each number of stages and of calls the slowest stage of the best cut, and its places."""
     seconds, parameters, saved = [0.0], [0], [0]
@@ -194,13 +249,116 @@ def _best(costs: Sequence[CallCost], num_stages: int, in_flight: Sequence[int], 
     return list(best[-1][1]) if best[-1][0] < float("inf") else None
 
 
+@dataclass(frozen=True)
+class MeasuredCalls:
+    """The costs of all calls, as measured with microbatches of one size or two, and of a message.
+
+    Attributes:
+        rows: of the microbatches, rising.
+        costs: with each of these sizes, in the order of the calls.
+        message_s: how long a small message from one rank to another takes.
+        byte_s: how much longer it takes for each byte.
+    """
+
+    rows: tuple[int, ...]
+    costs: tuple[tuple[CallCost, ...], ...]
+    message_s: float = 0.0
+    byte_s: float = 0.0
+
+    def at(self, rows: float) -> list[CallCost]:
+        """Return the costs with microbatches of another size, on the line through those that were measured."""
+        small, large = list(self.costs[0]), list(self.costs[-1])
+        if len(self.rows) == 1:  # there is no telling what does not depend on the rows
+            small = [replace(each, seconds=0.0, saved_bytes=0, output_bytes=0) for each in small]
+        few = 0 if len(self.rows) == 1 else self.rows[0]
+        share = (rows - few) / (self.rows[-1] - few)
+
+        def value(a: float, b: float) -> float:
+            return max(a + share * max(b - a, 0), 0)
+
+        return [
+            replace(
+                a,
+                seconds=value(a.seconds, b.seconds),
+                saved_bytes=int(value(a.saved_bytes, b.saved_bytes)),
+                output_bytes=int(value(a.output_bytes, b.output_bytes)),
+            )
+            for a, b in zip(small, large, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class PipelineCut:
+    """A way to divide a model and its batches, and what a step is expected to take.
+
+    Attributes:
+        num_microbatches: m.
+        costs: of the calls with one microbatch.
+        starts: the place of the first call of each stage but the first.
+        in_flight: by stage, of how many microbatches it holds activations.
+        step_s: how long forwards and backwards of a batch take, from the first to the last.
+    """
+
+    num_microbatches: int
+    costs: list[CallCost]
+    starts: list[int]
+    in_flight: list[int]
+    step_s: float
+
+
+def cut_for(
+    measured: MeasuredCalls,
+    num_rows: int,
+    num_microbatches: int,
+    shape: tuple[str, int, int],
+    limit_bytes: float = float("inf"),
+    starts: Sequence[int] | None = None,
+) -> PipelineCut:
+    """Return the best cut for a number of microbatches. See [Note: the cost of a stage].
+
+    Args:
+        measured: the costs.
+        num_rows: of a batch.
+        num_microbatches: into which it is cut.
+        shape: the schedule's name, and the numbers of ranks and of stages of each.
+        limit_bytes: the most memory that a rank may need.
+        starts: the cut, if it is known.
+
+    Raises:
+        UsageError: every cut needs more memory.
+    """
+    name, p, v = shape
+    m, num_stages = min(num_microbatches, num_rows), p * v
+    costs = measured.at(num_rows / m)
+    in_flight = [-(-most_in_flight(name, p, m, i % p, v) // v) for i in range(num_stages)]
+    starts = list(starts) if starts is not None else balance(costs, num_stages, in_flight, limit_bytes / v)
+    stages = [costs[a:b] for a, b in itertools.pairwise([0, *starts, len(costs)])]
+    need = max(map(_need_bytes, stages, in_flight))
+    if need > limit_bytes / v:
+        what = f"a stage needs {need / 1e9:.2f} GB with {m} microbatches, and there are {limit_bytes / v / 1e9:.2f} GB"
+        raise UsageError(explain(what, fix="use more ranks along pp, smaller batches, or the schedule 1f1b"))
+    seconds = [sum(cost.seconds for cost in stage) for stage in stages]
+    third, rest = [each / 3 for each in seconds], [2 * each / 3 for each in seconds]
+    times = {FORWARD: third, BACKWARD: rest, INPUTS: third, WEIGHTS: third}
+    largest = max((costs[start - 1].output_bytes for start in starts), default=0)
+    message_s = measured.message_s + measured.byte_s * largest
+    found = simulate(make_schedule(name, p, m, v), times=times, message_time=message_s)
+    return PipelineCut(m, costs, starts, in_flight, found.end)
+
+
+def choose_microbatches(tried: Sequence[PipelineCut], usual: int) -> PipelineCut:
+    """Return the cut with the shortest step; that with the usual number of microbatches if it is hardly longer."""
+    best = min(tried, key=lambda each: each.step_s)
+    at_usual = next((each for each in tried if each.num_microbatches == usual), best)
+    return at_usual if at_usual.step_s <= (1 + _WORTH) * best.step_s else best
+
+
 def table(costs: Sequence[CallCost], starts: Sequence[int], in_flight: Sequence[int] = ()) -> str:
     """Return a table with a line per stage: its calls, the predicted time of a microbatch and the memory it needs."""
     rows = []
     for stage, (start, stop) in enumerate(zip([0, *starts], [*starts, len(costs)], strict=True)):
         mine = costs[start:stop]
-        held = (in_flight[stage] if in_flight else 1) * sum(cost.saved_bytes for cost in mine)
-        need = (2 + STATE_PER_PARAMETER) * sum(cost.parameter_bytes for cost in mine) + held
+        need = _need_bytes(mine, in_flight[stage] if in_flight else 1)
         ms = 1e3 * sum(cost.seconds for cost in mine)
         rows.append((stage, mine[0].name, mine[-1].name, f"{ms:.1f}", f"{need / 1e6:.1f}"))
     return rank_table(("stage", "from", "to", "ms a microbatch", "MB"), rows)

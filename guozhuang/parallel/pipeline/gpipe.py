@@ -25,7 +25,6 @@ from ...groups.subgroups import subgroup
 from ..axes import Axes
 from .forwards.batch_norm import BatchStatistics
 from .forwards.stage import Microbatch, PassingForward
-from .microbatches import cut_batch
 from .plan import StagePlan, StagePlans, without_caches
 from .runtime import PipelineRun
 from .shares import PartLoss
@@ -60,7 +59,7 @@ class GPipe:
         model: whole and equal on all ranks.
         axes: the groups of the layout.
         cut: the calls at which a new stage begins; None: chosen.
-        num_microbatches: into how many parts a batch is cut; None: two for each rank of the pipeline.
+        num_microbatches: into how many parts a batch is cut; None: chosen.
         schedule: the order of :meth:`step`; calls have GPipe's order.
         loss: for :meth:`step`.
 
@@ -80,9 +79,8 @@ class GPipe:
         group = axes.group("pp")
         assert group is not None, "a pipeline has several ranks"
         self.model, self.group = model, group
-        self.num_microbatches = num_microbatches or 2 * group.size()
         count = stages_per_rank(schedule, group.size(), cut)
-        self.plans = StagePlans(model, group, cut, schedule, count, self.num_microbatches, axes.everyone)
+        self.plans = StagePlans(model, group, cut, schedule, count, num_microbatches, axes.everyone)
         self.num_steps, self._loss = 0, loss
         self.at_backward_end: Callable[[], None] | None = None
         self.statistics = BatchStatistics([model])
@@ -97,8 +95,7 @@ class GPipe:
             UsageError: the model cannot be divided.
         """
         with self.without_caches():
-            microbatches = cut_batch(args, kwargs, self.num_microbatches)
-            plan = self.plans.plan(microbatches[0])
+            plan, microbatches = self.plans.cut_batch(args, kwargs)
             batch = _Batch(plan.runtime.begin(microbatches), microbatches)
             leaves = [
                 each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.requires_grad

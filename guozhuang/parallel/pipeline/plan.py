@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from ...errors import UsageError, explain
@@ -19,19 +20,21 @@ from ...world.machine import available_bytes
 from ..division import disown
 from ..random import Draws
 from .blocks import find_units
-from .cut import CallCost, balance, measure, table
+from .cut import MeasuredCalls, PipelineCut, choose_microbatches, cut_for, measure, now_s, table
 from .deferred import DeferredWeights
 from .forwards.calls import ObservedForward, Routes, observe, route
 from .forwards.outputs import PLAIN, UnitOutputs
 from .forwards.stage import Microbatch, Stage
-from .microbatches import with_rows
+from .microbatches import count_rows, cut_batch, with_rows
 from .runtime import PipelineRuntime
-from .schedule import most_in_flight
 from .transfers import StageTransfers
 
 _log = logging.getLogger("guozhuang")
 # A number among the inputs that changes in each step makes each of them another kind.
 _MOST_PLANS: Final = 32
+#: Number of microbatches for each rank of the pipeline, where none is asked for and nothing is known.
+_USUAL_PER_RANK: Final = 2
+_LARGE_MESSAGE_BYTES: Final = 256 << 10
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class StageTimes:
         last: the name of the last one.
         predicted_s: what the cut expected of a batch, forward and backward; None where it was made by hand.
         busy_s: how long this rank has computed for the stage, since the first batch.
+        microbatches: into how many a batch is cut, and why, in words.
     """
 
     number: int
@@ -66,6 +70,7 @@ class StageTimes:
     last: str
     predicted_s: float | None
     busy_s: float
+    microbatches: str
 
 
 class StagePlans:
@@ -77,7 +82,7 @@ class StagePlans:
         cut: the calls at which a new stage begins; None: chosen.
         schedule: the name of the schedule.
         stages_per_rank: number of stages of each rank.
-        num_microbatches: into how many parts a batch is cut.
+        num_microbatches: into how many parts a batch is cut; None: chosen. See [Note: the number of microbatches] in cut.py.
         everyone: all ranks of the layout, which cut alike.
 
     Attributes:
@@ -86,7 +91,7 @@ class StagePlans:
         owners: the ranks of the group that hold each parameter, by its name, once the model is divided.
         shared: the parameters that this rank and others hold, with those ranks.
         draws: the random operations of each of this rank's stages, by its number.
-        costs: of the calls, as measured; empty if the cut was made by hand.
+        measured: the costs of the calls; None if the cut was made by hand.
         at_cut: called once on every rank when the parameters of other ranks were freed.
     """
 
@@ -97,13 +102,19 @@ class StagePlans:
         cut: Sequence[str] | None,
         schedule: str,
         stages_per_rank: int,
-        num_microbatches: int,
+        num_microbatches: int | None,
         everyone: dist.ProcessGroup,
     ) -> None:
         self.model, self.group, self._everyone = model, group, everyone
         self._num_microbatches = num_microbatches
-        self.costs: list[CallCost] = []
+        self._usual_number = _USUAL_PER_RANK * group.size()
+        # With BatchNorm the result depends on the microbatches, so their number must not depend on a measured time.
+        self._may_choose = num_microbatches is None and not any(isinstance(m, _BatchNorm) for m in model.modules())
+        self.measured: MeasuredCalls | None = None
+        self._tried: dict[int, list[PipelineCut]] = {}
+        self._last_rows, self._limit_bytes = 0, float("inf")
         self._cut, self._schedule, self._stages_per_rank = cut, schedule, stages_per_rank
+        self._shape = schedule, group.size(), stages_per_rank
         self.num_stages = group.size() * stages_per_rank
         self.units = find_units(model, self.num_stages)
         if len(self.units) < self.num_stages:
@@ -122,21 +133,26 @@ class StagePlans:
         self._busy_before: dict[int, float] = dict.fromkeys(self.draws, 0.0)  # in plans that were dropped
         self._deferred: DeferredWeights | None = None
 
-    def plan(self, microbatch: Microbatch, *, runs_tail: bool = False) -> StagePlan:
-        """Return the plan for inputs of this kind: of this structure, these types, in training or not.
+    def cut_batch(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, runs_tail: bool = False
+    ) -> tuple[StagePlan, list[Microbatch]]:
+        """Return the microbatches of a batch, and the plan for inputs of this kind: structure, types, in training or not.
 
         Args:
-            microbatch: the first one of a batch.
+            args: the positional inputs.
+            kwargs: the keyword inputs.
             runs_tail: see :class:`guozhuang.parallel.pipeline.forwards.stage.Stage`.
 
         Raises:
             UsageError: the model cannot be divided, or not for these inputs; the text says why.
         """
-        key = self._kind(microbatch, runs_tail)
+        rows = count_rows(args, kwargs)
+        key = self._kind(args, kwargs, runs_tail)
         if key not in self._plans:
+            microbatch = cut_batch(args, kwargs, self._num_microbatches or self._usual_number)[0]
             calls = self._observed(microbatch)
             if not self._stage_of:
-                self._divide(calls, microbatch)
+                self._divide(calls, args, kwargs)
             stage_of = self._stages(calls)
             lost = sorted(name for name in calls.parameters if len(self.owners[name]) < self.group.size())
             if lost:
@@ -162,18 +178,71 @@ class StagePlans:
                 oldest = self._plans.pop(next(iter(self._plans))).runtime
                 for stage, seconds in oldest.busy_s.items():
                     self._busy_before[stage] += seconds
-        return self._plans[key]
+        self._last_rows = rows
+        return self._plans[key], cut_batch(args, kwargs, self._number_for(rows))
 
     def times(self) -> list[StageTimes]:
         """Return the stages of this rank with their times; none before the model is divided."""
         found = []
+        told = self._told() if self._stage_of else ""
         for stage in self.draws if self._stage_of else ():
             names = [name for name, owner in self._stage_of.items() if owner == stage]
-            costs = [cost.seconds for cost in self.costs if cost.name in names]
-            predicted_s = sum(costs) * self._num_microbatches if costs else None
+            predicted_s = None
+            if self.measured is not None:
+                m = min(self._number_for(self._last_rows), self._last_rows)
+                costs = self.measured.at(self._last_rows / m)
+                predicted_s = m * sum(cost.seconds for cost in costs if cost.name in names)
             busy_s = self._busy_before[stage] + sum(plan.runtime.busy_s[stage] for plan in self._plans.values())
-            found.append(StageTimes(stage, self.group.rank(), names[0], names[-1], predicted_s, busy_s))
+            found.append(StageTimes(stage, self.group.rank(), names[0], names[-1], predicted_s, busy_s, told))
         return found
+
+    def _number_for(self, rows: int) -> int:
+        """Return into how many microbatches a batch of so many rows is cut, after the model was divided."""
+        if self._num_microbatches is not None:
+            return self._num_microbatches
+        if self.measured is None or len(self.measured.rows) == 1:
+            return self._usual_number
+        if rows not in self._tried:
+            starts = [list(self._stage_of.values()).index(stage) for stage in range(1, self.num_stages)]
+            try:
+                self._tried[rows] = self._try(rows, self._numbers(rows), starts)
+            except UsageError:  # the batch is larger than the first one: it is not said that there is no memory for it
+                return max(self._numbers(rows))
+        return choose_microbatches(self._tried[rows], self._usual_number).num_microbatches
+
+    def _try(self, rows: int, numbers: Sequence[int], starts: Sequence[int] | None = None) -> list[PipelineCut]:
+        """Return what steps take with these numbers of microbatches; with those only for which there is memory.
+
+        Raises:
+            UsageError: with none of them there is.
+        """
+        assert self.measured is not None
+        found, errors = [], []
+        for m in numbers:
+            try:
+                found.append(cut_for(self.measured, rows, m, self._shape, self._limit_bytes, starts))
+            except UsageError as error:
+                errors.append(error)
+        if not found:
+            raise errors[-1]
+        return found
+
+    def _numbers(self, rows: int) -> list[int]:
+        """Return the numbers of microbatches among which one is chosen."""
+        p = self.group.size()
+        return sorted({min(rows, m) for m in (1, p, 3 * p // 2, 2 * p, 3 * p, 4 * p, 6 * p, 8 * p)})
+
+    def _told(self) -> str:
+        """Return into how many microbatches batches like the last one are cut, and why."""
+        m = self._number_for(self._last_rows)
+        text = f"{min(m, self._last_rows)} microbatches"
+        if self._num_microbatches is not None:
+            return f"{text}, as asked for"
+        tried = self._tried.get(self._last_rows, [])
+        if len(tried) < 2:
+            return f"{text}, {_USUAL_PER_RANK} for each rank"
+        others = ", ".join(f"{1e3 * each.step_s:.0f} with {each.num_microbatches}" for each in tried)
+        return f"{text}, chosen by the predicted ms of a step: {others}"
 
     def _weights(self) -> DeferredWeights:
         if self._deferred is None:
@@ -192,8 +261,8 @@ class StagePlans:
                 found.append(observe(self.model, self.units, self.outputs, args, kwargs))
         return found[0]
 
-    def _kind(self, microbatch: Microbatch, runs_tail: bool) -> Any:
-        leaves, spec = pytree.tree_flatten((microbatch.args, dict(microbatch.kwargs)))
+    def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], runs_tail: bool) -> Any:
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         told = tuple(
             (leaf.dtype, leaf.dim())
             if isinstance(leaf, Tensor)
@@ -204,10 +273,10 @@ class StagePlans:
         )
         return str(spec), told, self.model.training, torch.is_grad_enabled(), runs_tail
 
-    def _divide(self, calls: ObservedForward, microbatch: Microbatch) -> None:
+    def _divide(self, calls: ObservedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Choose the stage of each call, and free the parameters that this rank does not need."""
         names = [call.name for call in calls.calls]
-        starts = self._starts(names) if self._cut is not None else self._chosen(names, microbatch)
+        starts = self._starts(names) if self._cut is not None else self._chosen(calls, args, kwargs)
         for i, name in enumerate(names):
             self._stage_of[name] = sum(i >= start for start in starts)
         size = self.group.size()
@@ -238,35 +307,57 @@ class StagePlans:
                 own = [name for name in names if self._stage_of[name] == i]
                 _log.info("stage %d of %d: %s to %s", i, self.num_stages, own[0], own[-1])
 
-    def _chosen(self, names: Sequence[str], microbatch: Microbatch) -> list[int]:
+    def _chosen(self, calls: ObservedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
         """Measure the calls on the first stage's ranks, and return the places of the best cut, the same on all ranks."""
+        names = [call.name for call in calls.calls]
         if len(names) < self.num_stages:
             what = f"the model's forward makes {len(names)} calls between which it can be cut, for {self.num_stages} stages"
-            raise UsageError(explain(what, value=list(names), fix="use fewer ranks along pp"))
+            raise UsageError(explain(what, value=names, fix="use fewer ranks along pp"))
+        p, rows = self.group.size(), count_rows(args, kwargs)
+        numbers = (4 * p, p) if self._may_choose else (self._num_microbatches or self._usual_number,)
+        sizes = {each.rows.stop: each for each in (cut_batch(args, kwargs, m)[0] for m in numbers)}
         told: list[Any] = [None]
         if self.group.rank() == 0:  # other axes divide operations, which all of their ranks have to take part in
-            told = [(measure(self.model, self.units, microbatch), available_bytes())]
+            shapes = {call.name: call.shapes for call in calls.calls}
+            costs = measure(self.model, self.units, list(sizes.values()), shapes)
+            told = [(tuple(map(tuple, costs)), available_bytes())]
         dist.broadcast_object_list(told, group=self._everyone, group_src=0)
-        self.costs, available = told[0]
-        if [cost.name for cost in self.costs] != list(names):
+        costs, available = told[0]
+        if [cost.name for cost in costs[0]] != names:
             what = "the model's forward calls other modules with real inputs than without values"
-            different = [cost.name for cost in self.costs if cost.name not in names] or ["their order"]
+            different = [cost.name for cost in costs[0] if cost.name not in names] or ["their order"]
             raise UsageError(explain(what, value=different[0], fix="name the places with cut=[...]"))
+        told = [self._message_times()]
+        dist.broadcast_object_list(told, group=self._everyone, group_src=0)
+        self.measured = MeasuredCalls(tuple(sizes), costs, *told[0])
         # Until now each rank holds the whole model; what it frees is there too.
         world = current()
-        limit = available / (world.local_size if world is not None else 1)
-        limit += sum(p.numel() * p.itemsize for p in self.model.parameters())
-        p, m, v = self.group.size(), self._num_microbatches, self._stages_per_rank
-        in_flight = [-(-most_in_flight(self._schedule, p, m, i % p, v) // v) for i in range(self.num_stages)]
+        self._limit_bytes = available / (world.local_size if world is not None else 1)
+        self._limit_bytes += sum(p.numel() * p.itemsize for p in self.model.parameters())
+        candidates = self._numbers(rows) if len(sizes) > 1 else numbers
         try:
-            starts = balance(self.costs, self.num_stages, in_flight, limit / v)
+            tried = self._try(rows, candidates)
         except UsageError as error:
-            starts = balance(self.costs, self.num_stages)
             if self._everyone.rank() == 0:
                 _log.warning("%s", error)
+            self._limit_bytes = float("inf")
+            tried = self._try(rows, candidates)
+        best = choose_microbatches(tried, self._usual_number)
         if self._everyone.rank() == 0:
-            _log.info("stages, as measured on rank 0:\n%s", table(self.costs, starts, in_flight))
-        return starts
+            _log.info("stages, as measured on rank 0:\n%s", table(best.costs, best.starts, best.in_flight))
+        return best.starts
+
+    def _message_times(self) -> tuple[float, float]:
+        """Return how many seconds a message along pp takes, and how many more for each byte. Every rank must call it."""
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        seconds = []
+        for num_bytes in (8, 8, _LARGE_MESSAGE_BYTES):
+            tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            began_s = now_s()
+            dist.all_reduce(tensor, group=self.group)
+            seconds.append(now_s() - began_s)
+        p = self.group.size()  # each rank sends 2 (p - 1) / p of the bytes
+        return seconds[1] / 2, max(seconds[2] - seconds[1], 0.0) * p / (2 * (p - 1) * _LARGE_MESSAGE_BYTES)
 
     def _starts(self, names: Sequence[str]) -> list[int]:
         """Return the place, among the calls, of the first call of each stage but the first, as asked for by hand."""

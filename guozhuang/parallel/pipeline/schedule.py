@@ -201,6 +201,7 @@ def simulate(
     schedule: PipelineSchedule,
     edges: Iterable[tuple[int, int]] | None = None,
     times: Mapping[str, float | Sequence[float]] | None = None,
+    message_time: float = 0.0,
 ) -> Simulated:
     """Carry a schedule out without computing anything, and return when each action runs.
 
@@ -208,7 +209,8 @@ def simulate(
         schedule: the actions of all ranks.
         edges: pairs of stages (source, destination): the second one needs outputs of the first. None: each of the one before.
         times: for each kind of action its time, or a list of its times by stage. None: a forward takes 1, a backward 2, or 1
-            for the inputs and 1 for the weights. Transfers take no time.
+            for the inputs and 1 for the weights.
+        message_time: how long a message from one rank to another is under way. A link carries one at a time each way.
 
     Raises:
         UsageError: an action is missing, stands twice or on the wrong rank; or the schedule would wait for ever.
@@ -218,6 +220,8 @@ def simulate(
     _check_complete(schedule)
     ended: dict[Action, float] = {}
     starts: dict[Action, float] = {}
+    arrived: dict[tuple[Action, int], float] = {}
+    link_free: dict[tuple[int, int], float] = {}
     clocks = [0.0] * len(schedule.ranks)
     positions = [0] * len(schedule.ranks)
     num_actions = sum(map(len, schedule.ranks))
@@ -229,11 +233,15 @@ def simulate(
                 needed = needs.of(action)
                 if any(each not in ended for each in needed):
                     break
-                starts[action] = max([clocks[rank], *(ended[each] for each in needed)])
+                came = (arrived.get((each, rank), ended[each]) for each in needed)
+                starts[action] = max([clocks[rank], *came])
                 duration = told[action.kind]
                 seconds = duration if isinstance(duration, int | float) else duration[action.stage]
                 clocks[rank] = ended[action] = starts[action] + seconds
                 positions[rank] += 1
+                for other in {schedule.rank_of(stage) for stage in needs.receivers(action)} - {rank}:
+                    sent = max(ended[action], link_free.get((rank, other), 0.0))
+                    arrived[action, other] = link_free[rank, other] = sent + message_time
         if len(ended) == before:
             raise UsageError(_deadlock(schedule, positions, needs, ended))
     busy = [sum(ended[action] - starts[action] for action in actions) for actions in schedule.ranks]
@@ -286,6 +294,12 @@ class _Needs:
             half = Action(INPUTS, destination, k)
             needed.append(half if half in self._all else Action(BACKWARD, destination, k))
         return needed
+
+    def receivers(self, action: Action) -> Sequence[int]:
+        """Return the stages to which an action sends its results."""
+        if action.kind == FORWARD:
+            return self._destinations[action.stage]
+        return () if action.kind == WEIGHTS else self._sources[action.stage]
 
 
 def _deadlock(schedule: PipelineSchedule, positions: Sequence[int], needs: _Needs, ended: Collection[Action]) -> str:

@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from ...errors import UsageError, explain
 from .forwards.stage import Microbatch
-from .microbatches import cut_batch
 from .shares import PartLoss, Shares, cut_rows, find_shares, value_of
 
 if TYPE_CHECKING:
@@ -93,9 +92,8 @@ def train_batch(pipe: GPipe, args: tuple[Any, ...], kwargs: Mapping[str, Any], t
     with pipe.without_caches(), torch.enable_grad():
         is_first = pipe.num_steps == 0
         pipe.num_steps += 1
-        microbatches = cut_batch(args, kwargs, pipe.num_microbatches)
-        runtime = pipe.plans.plan(microbatches[0], runs_tail=True).runtime
-        run = runtime.begin(microbatches)
+        plan, microbatches = pipe.plans.cut_batch(args, kwargs, runs_tail=True)
+        run = plan.runtime.begin(microbatches)
         batch = _BatchLoss(loss, targets, microbatches, is_first)
         draws = list(pipe.plans.draws.values())[-1]
         with pipe.ties.added_up(pipe.plans.shared), pipe.statistics.collecting(len(microbatches)):

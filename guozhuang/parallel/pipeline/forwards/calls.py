@@ -53,12 +53,14 @@ class UnitCall:
         unit: the unit's name.
         needs: the outputs of earlier calls that its inputs are computed from.
         hides_graph: it lies in an activation checkpoint of the old kind, which computes its graph in the backward only.
+        shapes: of the tensors that it returns.
     """
 
     name: str
     unit: str
     needs: frozenset[Value]
     hides_graph: bool
+    shapes: tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,10 @@ def observe(
     def on_call(name: str, unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with sources.paused():
             needs = sources.of_all(tensors_in((args, kwargs))) | sources.read
-            calls.append(UnitCall(name, name.partition("#")[0], frozenset(needs), _is_in_old_checkpoint()))
+            is_hidden = _is_in_old_checkpoint()
             output = outputs.run(name, unit, proceed, args, kwargs)
+            shapes = tuple(leaf.shape for leaf in output.leaves if isinstance(leaf, Tensor))
+            calls.append(UnitCall(name, name.partition("#")[0], frozenset(needs), is_hidden, shapes))
             # Memory of its own for each: glue may change it in place.
             zeros = {
                 i: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
