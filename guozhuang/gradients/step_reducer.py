@@ -197,7 +197,8 @@ class StepReducer:
         for index in range(num_parameters) if sent_early else ():
             self._settle(index)
         told = [*(p.grad is not None for p in self._parameters), *[False] * num_buckets, not self._now.is_calm]
-        flags = torch.tensor(told, dtype=torch.int32, device=self.buckets[0].flat.device)
+        device = next((bucket.flat.device for bucket in self.buckets), torch.device("cpu"))
+        flags = torch.tensor(told, dtype=torch.int32, device=device)
         if sent_early:
             now = torch.stack([_bit_sum(bucket.flat) for bucket in self.buckets])
             flags[num_parameters:-1] = now != torch.stack([s for s in self._now.sums if s is not None])

@@ -7,7 +7,7 @@ is collective: every rank that holds a part of the model must save or load, even
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ def gather_states(module: nn.Module) -> None:
 
 def gather_optimizer_states(optimizer: Optimizer) -> None:
     """Do for an optimizer what :func:`gather_states` does for a module; its present state is divided like its parameters."""
-    fit_state(optimizer)
+    fit(optimizer.state)
     optimizer.register_state_dict_post_hook(whole_state)
     optimizer.register_load_state_dict_pre_hook(_divided_state)
 
@@ -79,16 +79,18 @@ def _divide(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> N
         state[prefix + name] = part(given, division)
 
 
-def fit_state(optimizer: Optimizer) -> None:
-    """Divide the state that an optimizer has of whole parameters like the parameters; drop that of other stages."""
-    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+def fit(state: MutableMapping[Any, Any]) -> None:
+    """Divide the state that an optimizer has of whole parameters like the parameters; drop that of other stages.
+
+    Args:
+        state: by parameter; changed in place.
+    """
+    for parameter in [key for key in state if isinstance(key, Tensor)]:
         division = division_of(parameter)
-        if division is None or parameter not in optimizer.state:
-            continue
-        if division.is_owned:
-            optimizer.state[parameter].update(_parts_of(optimizer.state[parameter], division))
-        else:
-            del optimizer.state[parameter]
+        if division is not None and division.is_owned:
+            state[parameter].update(_parts_of(state[parameter], division))
+        elif division is not None:
+            del state[parameter]
 
 
 def _parts_of(values: Mapping[str, Any], division: Division) -> dict[str, Any]:

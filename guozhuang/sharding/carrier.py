@@ -30,6 +30,8 @@ class Carrier(ABC):
         layout: which rank owns which elements.
         group: the ranks.
         flats: the weights of each bucket, 1-dimensional.
+        listens: whether gradients are handled as they arrive. Not in a pipeline, which adds to them with each microbatch, and
+            not always by autograd: it calls :meth:`backward_ended`.
 
     Attributes:
         blocks: this rank's blocks, in the order of :meth:`BucketLayout.blocks_of`. ``collect`` and ``split`` may replace the
@@ -51,8 +53,9 @@ class Carrier(ABC):
         layout: BucketLayout,
         group: dist.ProcessGroup,
         flats: Sequence[Tensor],
+        listens: bool = True,
     ) -> None:
-        self._names, self.parameters, self.layout, self.group = names, parameters, layout, group
+        self._names, self.parameters, self.layout, self.group, self.listens = names, parameters, layout, group, listens
         self._flats, self._rank, self._size = flats, group.rank(), group.size()
         self._separate: frozenset[int] = frozenset()
         self._unused: frozenset[int] = frozenset()  # parameters without a gradient on any rank in this step
@@ -130,6 +133,12 @@ class Carrier(ABC):
                 return
             self._drop()  # the program has set the collected gradient to None, so a new step begins
         self._on_gradient(index)
+
+    def backward_ended(self) -> None:
+        """Handle the gradients of a backward through a pipeline. Not collective."""
+        for i, parameter in enumerate(self.parameters if self.is_collected else ()):
+            if parameter.grad is not None:
+                self.arrived(i)
 
     def close(self) -> None:
         """Remove the hooks from the parameters, which stay usable, as do their gradients; ``weights`` does not."""
@@ -237,11 +246,16 @@ class Arrival:
         """Whether the carrier that registered this hook still exists."""
         return self._carrier() is not None
 
-    def __call__(self, parameter: Tensor) -> None:
-        """Pass the gradient in ``parameter.grad`` to the carrier, if that still exists."""
+    @property
+    def is_idle(self) -> bool:
+        """Whether this hook does nothing with a gradient."""
         carrier = self._carrier()
-        if carrier is not None:
-            carrier.arrived(self.parameter)
+        return carrier is None or not carrier.listens
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Pass the gradient in ``parameter.grad`` to the carrier, if that still exists and listens."""
+        if not self.is_idle:
+            self.carrier.arrived(self.parameter)
 
 
 def arrival_of(parameter: Tensor) -> Arrival | None:

@@ -49,6 +49,7 @@ class GatheredCarrier(Carrier):
         group: the ranks.
         overlap_gather: let new weights arrive while the program continues; readers wait for them, see [Note: reading waits].
         exchange: averages gradients; None: an exact sum, by a reduce-scatter.
+        listens: whether gradients are handled as they arrive.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class GatheredCarrier(Carrier):
         group: dist.ProcessGroup,
         overlap_gather: bool = True,
         exchange: GradientExchange[Any] | None = None,
+        listens: bool = True,
     ) -> None:
         self._model, self._overlap_gather = model, overlap_gather
         allocate = zeros_for(group)
@@ -76,13 +78,13 @@ class GatheredCarrier(Carrier):
             )
         placement = Placement([b.parameters for b in layout.buckets], buckets, [b for b, _ in layout.places])
         # SyncBatchNorm has collectives in backward: with it, buckets sent in backward could be in another order on each rank.
-        may_send_early = not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
+        may_send_early = listens and not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
         method = Scatter(layout) if exchange is None else KeepPart(exchange, layout)
         self._reducer = StepReducer(names, parameters, placement, group, method, may_send_early)
         self.exchanging = None if exchange is None else self._reducer
         self._gatherings: list[Gathering] = []
         self._sent: list[Work | None] = [None] * len(buckets)
-        super().__init__(names, parameters, layout, group, flats)
+        super().__init__(names, parameters, layout, group, flats, listens)
 
     @override
     def _use_blocks(self) -> None:

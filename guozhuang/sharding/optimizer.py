@@ -25,6 +25,8 @@ from ..groups import agree
 from ..groups.subgroups import timeout_s
 from ..optim.layerwise import LayerwiseOptimizer, Wholes
 from ..optim.wrapped import WrappedOptimizer
+from ..parallel.division import division_of
+from ..parallel.state import fit
 from ..units import listed
 from .carrier import Carrier
 from .elementwise import needs_whole_tensors, step_cost, steps_as_torch
@@ -45,13 +47,29 @@ class ShardedOptimizer(WrappedOptimizer):
         inner: the user's optimizer. See [Note: two views of one optimizer].
         carrier: moves gradients and weights between ranks.
         group: the ranks.
+        peers: further groups of ranks that step or skip together.
+
+    Args:
+        model: the model.
+        inner: the user's optimizer.
+        group: the ranks.
+        make_carrier: makes the carrier for parameters in a layout.
+        is_later: whether the parameters are divided by :meth:`begin` only.
     """
 
-    def __init__(self, model: nn.Module, inner: Optimizer, group: dist.ProcessGroup, make_carrier: MakeCarrier) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Optimizer,
+        group: dist.ProcessGroup,
+        make_carrier: MakeCarrier,
+        is_later: bool = False,
+    ) -> None:
         self.wrap(inner, moves_state_hooks=True)
         self.group, self._model, self._make_carrier = group, model, make_carrier
         self._who = type(inner).__name__
-        self._kinds_checked = False
+        self._kinds_checked, self._is_later = False, is_later
+        self._saved_exchange: Mapping[str, Any] = {}
         self._are_whole = needs_whole_tensors(inner)
         self._is_layerwise = isinstance(inner, LayerwiseOptimizer)
         if isinstance(inner, LayerwiseOptimizer):
@@ -91,7 +109,14 @@ class ShardedOptimizer(WrappedOptimizer):
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return self._parameters[0].device if self._parameters else torch.device("cpu")
+        return next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
+
+    def begin(self) -> None:
+        """Divide the parameters that this rank holds, after stages of a pipeline were chosen. Every rank must call it."""
+        self._is_later = False
+        self._rebuild()
+        if self._saved_exchange:
+            self.load_exchange_state_dict(self._saved_exchange)
 
     # ---- methods that make a step ------------------------------------------------------------------------------------------
 
@@ -116,12 +141,12 @@ class ShardedOptimizer(WrappedOptimizer):
                 loss = closure()
         if self._signature() != self._known:
             self._rebuild()
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers, where nothing is stepped
         if grad_scaler is not None:
             self.collect()
             gradients = [w.grad for w in self.carrier.weights if w.grad is not None]
             if not self.unscale_together(grad_scaler, gradients, self.device, (self.group, *self.peers)):
                 self.carrier.skip()
-                self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before prepare()
                 return loss
         if not self._steps_in_parts:
             self.collect()
@@ -243,6 +268,9 @@ class ShardedOptimizer(WrappedOptimizer):
         Raises:
             UsageError: the state was saved with another exchange, or for other parameters.
         """
+        if self._is_later:
+            self._saved_exchange = saved
+            return
         used = self.carrier.exchanging
         if (used is None) != (not saved):
             what = "the checkpoint was saved " + ("with" if used is None else "without") + " an exchange of gradients"
@@ -261,7 +289,12 @@ class ShardedOptimizer(WrappedOptimizer):
         return self.inner_holds(parts)
 
     def _signature(self) -> list[list[int]]:
-        return [[id(p) for p in group["params"] if p.requires_grad] for group in self.inner.param_groups]
+        return [[id(p) for p in group["params"] if self._is_divided(p)] for group in self.inner.param_groups]
+
+    def _is_divided(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is divided among the ranks: it is trained, and this rank's stage holds it."""
+        division = division_of(parameter)
+        return parameter.requires_grad and not self._is_later and (division is None or division.is_owned)
 
     def _values(self, blocks: Sequence[Any], weights: Sequence[nn.Parameter]) -> list[tuple[Any, Values]]:
         return [(b, self.inner.state.get(w, {})) for b, w in zip(blocks, weights, strict=True)]
@@ -290,7 +323,7 @@ class ShardedOptimizer(WrappedOptimizer):
         """Divide the parameters in the optimizer's groups, and ``own``, the state of whole parameters, among the ranks."""
         position = {id(p): i for i, p in enumerate(self._model.parameters())}
         name_of = {id(p): name for name, p in self._model.named_parameters()}
-        chosen = [(g, p) for g, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
+        chosen = [(g, p) for g, group in enumerate(self.param_groups) for p in group["params"] if self._is_divided(p)]
         members = [
             Member(p.numel(), p.dtype, p.device, g, position[id(p)], self._cost(p, g) if self._are_whole else None)
             for g, p in chosen
@@ -326,6 +359,7 @@ class ShardedOptimizer(WrappedOptimizer):
         for group in self.param_groups:
             # Some optimizers (Adagrad) create the state of a parameter as soon as it is added to a group.
             own.update({p: self.inner.state.pop(p) for p in group["params"] if p in self.inner.state})
+        fit(own)
         self.carrier.close()
         self._connect(own)
 

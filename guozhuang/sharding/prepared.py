@@ -37,6 +37,7 @@ def shard(
     share_weights: bool = True,
     overlap_gather: bool = True,
     exchange: GradientExchange[Any] | None = None,
+    has_stages: bool = False,
 ) -> tuple[nn.Module, ShardedOptimizer]: ...
 
 
@@ -49,6 +50,7 @@ def shard(
     share_weights: bool = True,
     overlap_gather: bool = True,
     exchange: GradientExchange[Any] | None = None,
+    has_stages: bool = False,
 ) -> tuple[nn.Module, tuple[ShardedOptimizer, ...]]: ...
 
 
@@ -60,6 +62,7 @@ def shard(
     share_weights: bool = True,
     overlap_gather: bool = True,
     exchange: GradientExchange[Any] | None = None,
+    has_stages: bool = False,
 ) -> tuple[nn.Module, ShardedOptimizer | tuple[ShardedOptimizer, ...]]:
     """Let each rank of a group step its part of the weights with the user's own optimizer. Every rank must call it.
 
@@ -77,6 +80,8 @@ def shard(
             (:mod:`guozhuang.sharding.gathered`). Without effect in shared memory.
         exchange: averages gradients in place of an exact sum, for example ``Compressed(MinMax8())``; equal on all ranks. Each
             rank then holds all weights. Gradients are sent at the step, unless the method is ``repeatable``.
+        has_stages: the model is a pipeline, whose stages are chosen later: the caller then calls ``begin()`` of the returned
+            optimizers, ``carrier.backward_ended()`` after each backward, and makes buffers equal.
 
     Returns:
         The model itself (with SyncBatchNorm parts that work on CPU), and the optimizer to use in place of the user's; for
@@ -106,7 +111,8 @@ def shard(
     if all(p.device.type == "cpu" for p in model.parameters()):
         model = use_on_cpu(model)
     start_equal(model, group)
-    model.register_forward_pre_hook(EqualBuffers(model, group))
+    if not has_stages:
+        model.register_forward_pre_hook(EqualBuffers(model, group))
     ranks = group
 
     def make_carrier(names: Sequence[str], parameters: Sequence[nn.Parameter], layout: BucketLayout) -> Carrier:
@@ -119,10 +125,10 @@ def shard(
             from .shared.carrier import SharedCarrier, can_share
 
             if can_share(ranks, parameters):
-                return SharedCarrier(model, names, parameters, layout, ranks)
-        return GatheredCarrier(model, names, parameters, layout, ranks, overlap_gather, exchange)
+                return SharedCarrier(model, names, parameters, layout, ranks, not has_stages)
+        return GatheredCarrier(model, names, parameters, layout, ranks, overlap_gather, exchange, not has_stages)
 
-    made = tuple(ShardedOptimizer(model, each, group, make_carrier) for each in optimizers)
+    made = tuple(ShardedOptimizer(model, each, group, make_carrier, has_stages) for each in optimizers)
     return model, made[0] if isinstance(optimizer, Optimizer) else made
 
 

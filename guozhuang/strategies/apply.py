@@ -44,6 +44,7 @@ from guozhuang.world.layout import HYBRID
 _WRAPPERS = (DistributedDataParallel, DataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
 # Arguments of DistributedDataParallel that say how gradients are grouped and awaited, but not what is computed.
 _HOW_ONLY = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "batched_grad_copy"}
+_HOW_ONLY |= {"bucket_cap_mb_list", "lazy_bucket_allocation", "skip_all_reduce_unused_params"}
 _log = logging.getLogger("guozhuang")
 
 #: The attribute of a prepared model that holds a :class:`PreparedAlready`.

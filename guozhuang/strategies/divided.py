@@ -27,7 +27,7 @@ from ..optim.divided import DividedOptimizer
 from ..parallel.axes import make_axes
 from ..parallel.division import division_of
 from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model, draw_alike
-from ..parallel.state import fit_state, gather_optimizer_states
+from ..parallel.state import fit, gather_optimizer_states
 from ..sharding.elementwise import needs_whole_tensors
 from ..units import listed
 from ..weights.equal_start import broadcast_tensors
@@ -39,6 +39,7 @@ from .ways import PreparedPair, Setup, WithExchange, device_ids, several
 
 if TYPE_CHECKING:
     from ..parallel.pipeline.plan import StageTimes
+    from ..sharding import ShardedOptimizer
     from .table import Strategy
 
 
@@ -50,6 +51,7 @@ class PreparedParallel(StandsForModule):
         make_inside: makes what averages gradients between copies of the model, once parameters are where they stay; None: there
             is one copy, or the optimizer averages.
         loss: for :meth:`step`.
+        sharded: what averages gradients in their place.
     """
 
     def __init__(
@@ -57,14 +59,15 @@ class PreparedParallel(StandsForModule):
         divided: Divided,
         make_inside: Callable[[], DistributedDataParallel] | None,
         loss: Callable[..., Any] | None = None,
+        sharded: Sequence[ShardedOptimizer] = (),
     ) -> None:
         super().__init__()
         self.add_module("module", divided.model)
         # In the dictionary: as parts they would give parameters a second name.
-        self.__dict__.update(_divided=divided, _make_inside=make_inside, _loss=loss)
+        self.__dict__.update(_divided=divided, _make_inside=make_inside, _loss=loss, _sharded=sharded)
         if divided.pipe is None:
             divided.inside = make_inside and make_inside()
-        elif make_inside is not None:
+        elif make_inside is not None or sharded:
             divided.pipe.at_backward_end = self._average
 
     @override
@@ -74,8 +77,10 @@ class PreparedParallel(StandsForModule):
         trains = self.module.training and torch.is_grad_enabled()
         if divided.pipe is not None and inside is not None and trains:
             inside.take_up_changes()  # here, because none are while a backward runs
-        if divided.pipe is not None and inside is not None and trains and inside.forward_sync_buffers:
-            broadcast_tensors(self.module.buffers(), inside.process_group, source=0)
+        if divided.pipe is not None and trains:
+            groups = [inside.process_group] if inside is not None and inside.forward_sync_buffers else []
+            for group in groups or [each.group for each in self.__dict__["_sharded"][:1]]:
+                broadcast_tensors(self.module.buffers(), group, source=0)
         return divided(*args, **kwargs)
 
     @property
@@ -166,6 +171,10 @@ class PreparedParallel(StandsForModule):
 
     def _average(self) -> None:
         """Hand the gradients of a pipeline's backward to the reducer. See [Note: data parallelism around a divided model]."""
+        for each in self.__dict__["_sharded"]:
+            each.carrier.backward_ended()
+        if self.__dict__["_make_inside"] is None:
+            return
         owned = [p for p in self.module.parameters() if (d := division_of(p)) is None or d.is_owned]
         if not any(p.requires_grad for p in owned):  # a stage whose layers are frozen has nothing to average
             return
@@ -219,29 +228,37 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
     given = several(optimizer)
     _check_steps(model, given, axes.layout)
 
-    def fit() -> None:
+    def fit_all() -> None:
         for each in given:
-            fit_state(each)
+            fit(each.state)
 
-    fit()
+    fit_all()
     if found.pipe is not None:
-        found.pipe.at_cut = fit
+        found.pipe.at_cut = fit_all
     peers = tuple(group for group in (axes.group(*MODEL_AXES),) if group is not None)
     group = axes.group(*DATA_AXES)
     if group is not None and isinstance(chosen.prepare, ways.Sharded):
         from ..sharding import shard
 
-        lazy = chosen.prepare.exchange
-        _, sharded = shard(model, optimizer, group, exchange=None if lazy is None else lazy())
-        for each in several(sharded):
-            each.peers = peers  # type: ignore[attr-defined]
+        lazy, has_stages = chosen.prepare.exchange, found.pipe is not None
+        _, made = shard(model, given, group, exchange=None if lazy is None else lazy(), has_stages=has_stages)
+        for each in made:
+            each.peers = peers
             gather_optimizer_states(each)
-        return _pair(PreparedParallel(found, None, wishes.loss), sharded, found, wishes)
+
+        def begin() -> None:
+            for each in made:
+                each.begin()
+
+        if found.pipe is not None:
+            found.pipe.at_cut = begin
+        whole = made if isinstance(optimizer, tuple) else made[0]
+        return _pair(PreparedParallel(found, None, wishes.loss, made), whole, found, wishes)
     exchange = None
     if group is not None and isinstance(chosen.prepare, WithExchange):
         exchange, optimizer = chosen.prepare.make(optimizer)
-    made = tuple(DividedOptimizer(each, peers) for each in several(optimizer))
-    stepped = made if isinstance(optimizer, tuple) else made[0]
+    stepping = tuple(DividedOptimizer(each, peers) for each in several(optimizer))
+    stepped = stepping if isinstance(optimizer, tuple) else stepping[0]
     if group is None:
         return _pair(PreparedParallel(found, None, wishes.loss), stepped, found, wishes)
 
@@ -357,11 +374,6 @@ def _check_inside(chosen: Strategy, setup: Setup) -> None:
     ):
         what = f"strategy {chosen.name} exchanges weights or brings its optimizer, which it cannot for a divided model"
         raise UsageError(explain(what, value=str(layout), fix=fix))
-    if isinstance(prepare, ways.Sharded) and layout.pp > 1 and layout.dp * layout.space * layout.sequence > 1:
-        what = (
-            f"strategy {chosen.name} divides parameters when it is prepared, and stages of a pipeline are chosen later"
-        )
-        raise UsageError(explain(what, value=str(layout), fix="choose hybrid, or a layout without pp"))
     if setup.num_groups > 1:
         what = "a divided model has a group of its own for each axis"
         raise UsageError(explain(what, value=f"--groups {setup.num_groups}", fix="leave --groups or --layout out"))

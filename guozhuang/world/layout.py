@@ -65,7 +65,7 @@ class Layout:
         sizes = _sizes(text or "")
         own = None if strategy == HYBRID else OWN_AXIS.get(strategy, "dp")
         if own is None and not sizes:
-            fix = f"give --layout with the sizes of its axes ({', '.join(AXES)}), as in --layout pp=2,dp=auto"
+            fix = f"give --layout, or layout= in gz.prepare, sizes of its axes ({', '.join(AXES)}), as in pp=2,dp=auto"
             raise UsageError(explain("strategy hybrid needs a layout", fix=fix))
         others = [axis for axis in sizes if axis not in (own, "dp")]
         if strategy in OWN_AXIS and others:

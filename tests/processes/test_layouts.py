@@ -21,6 +21,7 @@ LAYOUTS = (
     ("hybrid", "pp=2,dp=2"),
     ("hybrid", "tp=2,dp=2"),
     ("sharded", "tp=2"),
+    ("sharded", "pp=2"),
     ("pipeline", "dp=2"),
     ("quantize8", "pp=2"),
     ("fp16", "tp=2"),

@@ -307,7 +307,7 @@ def _check_strategy(name: str, num_local_ranks: int, most_nodes: int) -> None:
 def _layout(found: argparse.Namespace, num_local_ranks: int, least_nodes: int, most_nodes: int) -> dict[str, str]:
     """Check the options on how a model is divided, and return the variables that tell the ranks of them."""
     from guozhuang.parallel.prepare import ATTENTION, SCHEDULES
-    from guozhuang.world.layout import HYBRID, OWN_AXIS, Layout
+    from guozhuang.world.layout import OWN_AXIS, Layout
 
     if found.microbatches is not None and found.microbatches < 1:
         what = "--microbatches is a count of parts of a batch, at least 1"
@@ -318,7 +318,7 @@ def _layout(found: argparse.Namespace, num_local_ranks: int, least_nodes: int, m
     if found.attention is not None and found.attention not in ATTENTION:
         what = "--attention is the way in which attention is divided with the sequences"
         raise UsageError(explain(what, value=found.attention, fix=f"choose one of {', '.join(ATTENTION)}"))
-    divides = found.layout is not None or found.strategy in (HYBRID, *OWN_AXIS)
+    divides = found.layout is not None or found.strategy in OWN_AXIS  # a script may give hybrid its layout
     if divides and least_nodes == most_nodes:
         Layout.parse(found.layout, found.strategy or "", num_local_ranks * most_nodes)
     given = {"LAYOUT": found.layout, "MICROBATCHES": found.microbatches, "SCHEDULE": found.schedule}

@@ -147,7 +147,8 @@ class _DeferringHook(OutputHook):
 def _is_free(parameter: Any) -> bool:
     """Return whether nobody sees the gradient of a parameter before ``p.grad``."""
     is_leaf = isinstance(parameter, nn.Parameter) and parameter.requires_grad
-    return is_leaf and not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    return is_leaf and not parameter._backward_hooks and all(getattr(each, "is_idle", False) for each in hooks.values())
 
 
 def _multiplies(part: nn.Module) -> bool:

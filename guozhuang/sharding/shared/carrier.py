@@ -62,6 +62,7 @@ class SharedCarrier(Carrier):
         parameters: equal on all ranks, on the CPU, of a floating-point dtype.
         layout: layout of the parameters.
         group: the ranks; see :func:`can_share`.
+        listens: whether gradients are handled as they arrive.
 
     Attributes:
         gradients: the gradient buffers of all ranks.
@@ -74,6 +75,7 @@ class SharedCarrier(Carrier):
         parameters: Sequence[nn.Parameter],
         layout: BucketLayout,
         group: dist.ProcessGroup,
+        listens: bool = True,
     ) -> None:
         found = shared_memory_of(group)
         assert found is not None, "the group is not one of shared memory"
@@ -82,13 +84,13 @@ class SharedCarrier(Carrier):
         self._shared = SharedWeights(self._segments, names, parameters, layout, where)
         self.gradients = SharedGradients(self._segments, names, parameters, layout, where)
         self._nan, self._num_steps = NanWatch(group), 0
-        super().__init__(names, parameters, layout, group, self._shared.flats)
+        super().__init__(names, parameters, layout, group, self._shared.flats, listens)
         index_of = {id(p): i for i, p in enumerate(parameters)}
-        for embedding in embeddings_of(model):
+        for embedding in embeddings_of(model) if listens else ():
             if (i := index_of.get(id(embedding.weight))) is not None:
                 lending = LendingHook(self.gradients.lend(i))
                 self._handles.append(embedding.register_forward_hook(lending, prepend=True))
-        for linear in linear_layers_of(model):
+        for linear in linear_layers_of(model) if listens else ():
             if (i := index_of.get(id(linear.weight))) is not None:
                 placing = PlacingHook(self.gradients.compute(i))
                 self._handles.append(linear.register_forward_hook(placing, prepend=True))
