@@ -30,13 +30,16 @@ _HOOKS = (
 Collectives: TypeAlias = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], object]]
 
 
-def _of_group(group: dist.ProcessGroup) -> Collectives:
+def collectives_of(group: dist.ProcessGroup) -> Collectives:
+    """Return what combines statistics over a group. Tensors without data, which ask for shapes, are left as they are."""
+
     def gather(mine: Tensor) -> Tensor:
         everyone = mine.new_empty(group.size(), mine.numel())
-        dist.all_gather(list(everyone.unbind(0)), mine, group=group)
+        if not mine.is_meta:
+            dist.all_gather(list(everyone.unbind(0)), mine, group=group)
         return everyone
 
-    return gather, lambda sums: dist.all_reduce(sums, group=group)
+    return gather, lambda sums: None if sums.is_meta else dist.all_reduce(sums, group=group)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -54,7 +57,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if input.device.type != "cpu":
             return super().forward(input)
         group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
-        return self.normalized(input, None if group is None or group.size() == 1 else _of_group(group))
+        return self.normalized(input, None if group is None or group.size() == 1 else collectives_of(group))
 
     def normalized(self, input: Tensor, collectives: Collectives | None) -> Tensor:
         """Return the normalized input, on any device; ``collectives`` is None if there are no other ranks."""

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from guozhuang.errors import UsageError
+from guozhuang.parallel.activations.spans import SpansOfRanks
 from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.sequence.divide import divide_sequence
-from guozhuang.parallel.sequence.spans import TokenSpans
 from guozhuang.world.layout import Layout
 
 from .ranks import run_threads
@@ -350,7 +350,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hook": (lambda: Blocks("bias", hooked), "register_hook of an activation"),
     "a gradient inside": (
         lambda: Blocks("bias", lambda x: torch.autograd.grad(x, x, torch.ones_like(x))[0]),
-        "a gradient that is taken inside",
+        "grad of an activation",
     ),
     "no blocks": (lambda: nn.Linear(WIDTH, WIDTH), "no list of blocks.*Linear"),
     "images": (images, r"0 a tensor of shape \(3, 3, 8, 8\).*space"),
@@ -376,13 +376,13 @@ def test_what_joins_tokens_otherwise_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("divide", [TokenSpans.in_order, TokenSpans.zigzag])
-def test_spans_are_the_whole_sequence(divide: Callable[[int, int], TokenSpans], num_ranks: int) -> None:
+@pytest.mark.parametrize("divide", [SpansOfRanks.in_order, SpansOfRanks.zigzag])
+def test_spans_are_the_whole_sequence(divide: Callable[[int, int], SpansOfRanks], num_ranks: int) -> None:
     for length in (2 * num_ranks, 23, 64):
         spans = divide(length, num_ranks)
         whole = torch.arange(length)
         parts = [spans.part(whole, 0, rank) for rank in range(num_ranks)]
         assert tuple(map(len, parts)) == spans.counts and max(spans.counts) - min(spans.counts) <= 2
         assert spans.joined(parts, 0).equal(whole)
-        if divide is TokenSpans.zigzag and length % (2 * num_ranks) == 0:  # of a causal mask all have equally much
+        if divide is SpansOfRanks.zigzag and length % (2 * num_ranks) == 0:  # of a causal mask all have equally much
             assert len({int(part.sum()) for part in parts}) == 1

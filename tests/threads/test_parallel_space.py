@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from guozhuang.errors import UsageError
+from guozhuang.parallel.activations import DividedTensor
 from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.space import divide_space
-from guozhuang.parallel.space.tensor import SpaceTensor
 from guozhuang.world.layout import Layout
 from tests.image_networks import ResNet, UNet, saved_bytes
 from tests.threads.ranks import GENERATOR, run_threads
@@ -73,7 +73,7 @@ def equals_one_process(rank: int, size: int, cases: list[tuple[Any, Tensor, nn.M
                 average_gradients(mine)
             results.append((output, given.grad, [p.grad for p in which.parameters()], list(which.buffers())))
         (expected, d_image, gradients, buffers), (found, my_d_image, my_gradients, my_buffers) = results
-        assert not isinstance(found, SpaceTensor)
+        assert not isinstance(found, DividedTensor)
         close(f"{name}: output", found.detach(), expected.detach())
         close(f"{name}: gradient of the image", my_d_image, d_image)
         for i, (a, b) in enumerate(zip(my_gradients, gradients, strict=True)):

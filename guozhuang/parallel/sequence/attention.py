@@ -16,65 +16,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guozhuang.errors import UsageError, explain
-
+from ...errors import UsageError, explain
+from ..activations.products import autocast
+from ..activations.spans import Span
+from ..activations.tensor import DividedTensor, Place, cut_where_it_meets, handles, whole_of
 from ..random import divided as draws_part
-from .divided import Place, by_gathering, cut, cut_where_it_meets, divided, place_of, rule, whole_of
 from .kernels import Tile
 from .ring import RingOfKeys, ring_attention
-from .spans import Span
-from .team import to_heads, to_tokens
-
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+from .team import Team, to_heads, to_tokens
 
 
-@rule("scaled_dot_product_attention")
-def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, **dict(zip(_NAMES, args, strict=False)), **kwargs}
-    query, key, value = (given.pop(name) for name in ("query", "key", "value"))
-    here, of_key, of_value = (place_of(each) for each in (query, key, value))
-    positions = [
-        None if p is None else p.dim - each.dim() for p, each in ((here, query), (of_key, key), (of_value, value))
-    ]
-    if here is None:
-        mask = whole_of(given.pop("attn_mask"))
-        return func(query, whole_of(key), whole_of(value), attn_mask=mask, **given)
-    if positions[0] == -1:
-        return by_gathering(func, args, kwargs)
-    if positions[0] != -2:
-        return _independent(func, query, key, value, here, given)
-    if positions[1:] != [-2, -2] or not of_key.is_like(of_value):  # type: ignore[union-attr, arg-type]
-        return _to_whole(query, whole_of(key), whole_of(value), here, given)
-    assert of_key is not None
-    if not here.outer == here.inner == of_key.outer == of_key.inner == 1:
-        return by_gathering(func, args, kwargs)
-    result = _to_divided(query, key, value, here, of_key, given)
-    return divided(result, here.at(result.dim() - 2))
-
-
-def _independent(func: Any, query: Tensor, key: Tensor, value: Tensor, place: Place, given: dict[str, Any]) -> Tensor:
-    """Attention that is divided by what it does not join: samples, or heads."""
-    position, mask = place.dim - query.dim(), given.pop("attn_mask")
-
-    def fit(each: Tensor) -> Tensor:
-        there = place_of(each)
-        is_same = there is not None and there.dim - each.dim() == position and there.is_like(place)
-        return each if is_same else cut_where_it_meets(whole_of(each), place, position)
-
-    mask = None if mask is None else fit(mask)
-    with _dropping(given["dropout_p"], place.dim, place.own_ranges, place.size):
-        result: Tensor = func(query, fit(key), fit(value), attn_mask=mask, **given)
-    return divided(result, place.at(result.dim() + position))
-
-
-def _to_whole(query: Tensor, key: Tensor, value: Tensor, place: Place, given: dict[str, Any]) -> Tensor:
-    """Attention of divided queries to keys that every rank has whole, as those of a cache."""
-    mask = given.pop("attn_mask")
-    if given.pop("is_causal"):
-        mask = torch.ones(place.size, key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    with _dropping(given["dropout_p"], place.dim, place.own_ranges, place.size):
-        result = F.scaled_dot_product_attention(query, key, value, attn_mask=_rows(mask, place), **given)
-    return divided(result, place.at(result.dim() - 2))
+@handles("scaled_dot_product_attention", ranks=Team)
+def _attention(
+    func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    **given: Any,
+) -> Any:  # fmt: skip
+    at_query, at_key, at_value = (
+        each.position if isinstance(each, DividedTensor) else None for each in (query, key, value)
+    )
+    if at_query is None:
+        all_others = (whole_of(each) for each in (key, value, attn_mask))
+        return func(query, *all_others, dropout_p, is_causal, **given)
+    if at_query == -1:
+        return NotImplemented
+    place: Place = query.place
+    if at_query != -2:  # divided by what it does not join: samples, or heads
+        operands = [
+            None if each is None else cut_where_it_meets(each, place, at_query) for each in (key, value, attn_mask)
+        ]
+        with _dropping(dropout_p, place.dim, place.own_ranges, place.size):
+            result = func(query.local, *operands, dropout_p, is_causal, **given)
+    elif at_key != -2 or at_value != -2 or not key.place.is_like(value.place):
+        # Keys that every rank has whole, as those of a cache.
+        key, value = whole_of(key), whole_of(value)
+        if is_causal:
+            attn_mask = torch.ones(place.size, key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        with _dropping(dropout_p, place.dim, place.own_ranges, place.size):
+            result = func(query.local, key, value, _rows(attn_mask, place), dropout_p, **given)
+    elif place.is_folded or key.place.is_folded:
+        return NotImplemented
+    else:
+        result = _to_divided(query, key, value, attn_mask, dropout_p, is_causal, **given)
+    return query.like(result, result.dim() + at_query)
 
 
 def _dropping(dropped: float, dim: int, spans: Iterable[Span], size: int) -> AbstractContextManager[object]:
@@ -82,14 +65,9 @@ def _dropping(dropped: float, dim: int, spans: Iterable[Span], size: int) -> Abs
     return draws_part(dim, spans, size) if dropped else contextlib.nullcontext()
 
 
-def _rows(mask: Tensor | None, place: Place) -> Tensor | None:
+def _rows(mask: Any, place: Place) -> Tensor | None:
     """This rank's rows of a mask, unless one row serves all queries."""
-    there = place_of(mask)
-    if mask is None or (there is not None and there.dim == mask.dim() - 2 and there.is_like(place)):
-        return mask
-    mask = whole_of(mask)
-    assert mask is not None
-    return cut(mask, place, -2) if mask.dim() > 1 and mask.shape[-2] != 1 else mask
+    return None if mask is None else cut_where_it_meets(mask, place, -2)
 
 
 def _four(tensor: Tensor) -> Tensor:
@@ -100,20 +78,17 @@ def _four(tensor: Tensor) -> Tensor:
 
 
 def _to_divided(
-    query: Tensor, key: Tensor, value: Tensor, place: Place, of_key: Place, given: dict[str, Any]
-) -> Tensor:
-    team, shape, width = place.team, query.shape, value.shape[-1]
-    mask, dropped, is_causal = given["attn_mask"], given["dropout_p"], given["is_causal"]
-    scale = given.get("scale")
+    query: Any, key: Any, value: Any, mask: Any, dropped: float, is_causal: bool, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    place, of_key, team = query.place, key.place, query.place.ranks
+    query, key, value = query.local, key.local, value.local
+    shape, width, trailing = query.shape, value.shape[-1], -3 if enable_gqa else -2
     if mask is not None and mask.dim() > 4:
-        mask = whole_of(mask).expand(*shape[:-2], *mask.shape[-2:])
-    leading = torch.broadcast_shapes(
-        *(each.shape[: -2 if not given.get("enable_gqa") else -3] for each in (query, key, value))
-    )
-    query, key, value = (
-        each.expand(*leading, *each.shape[-2 if not given.get("enable_gqa") else -3 :]) for each in (query, key, value)
-    )
-    query, key, value = (_four(each) for each in (query, key, value))
+        mask = whole_of(mask)
+        mask = mask.expand(*shape[:-2], *mask.shape[-2:])
+    leading = torch.broadcast_shapes(*(each.shape[:trailing] for each in (query, key, value)))
+    query, key, value = (_four(each.expand(*leading, *each.shape[trailing:])) for each in (query, key, value))
     num_heads, num_groups = query.shape[1], key.shape[1]
     way = team.attention
     if way == "auto":
@@ -164,16 +139,6 @@ def _to_divided(
         tile = Tile(query.shape[-1] ** -0.5 if scale is None else scale, is_causal, None, keep, dropped)
         if rows is not None:
             rows = _four(rows).expand(-1, -1, -1, of_key.spans.length)
-        query, key, value = _cast(query, key, value)
+        query, key, value = autocast(query, key, value)
         result = ring_attention(query, key, value, rows, RingOfKeys(team, place.spans, of_key.spans), tile)
     return result.reshape(*shape[:-1], width)
-
-
-def _cast(*tensors: Tensor) -> list[Tensor]:
-    """The operands in the type that autocast gives to attention."""
-    kind = tensors[0].device.type
-    return (
-        [each.to(torch.get_autocast_dtype(kind)) for each in tensors]
-        if torch.is_autocast_enabled(kind)
-        else list(tensors)
-    )

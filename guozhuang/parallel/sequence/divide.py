@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from guozhuang.errors import UsageError, explain
-from guozhuang.groups.subgroups import twin
-
+from ...errors import UsageError, explain
+from ...groups.subgroups import twin
+from ..activations.spans import SpansOfRanks
+from ..activations.tensor import DividedTensor, Place, whole_output
 from ..axes import Around, Axes, with_mean_gradient
 from ..pipeline.blocks import find_blocks
-from . import attention, layouts, products, tokenwise
-from .divided import Place, check_history, divided, place_of, refuse, whole_of
-from .spans import TokenSpans
+from . import attention as _attention  # noqa: F401 (importing it registers what it knows)
 from .team import Team
-
-_RULES = (attention, layouts, products, tokenwise)  # which these modules add when they are imported
 
 
 def divide_sequence(model: nn.Module, axes: Axes, attention: str = "auto") -> Around:
     """Let each rank of the axis ``sequence`` compute a part of the tokens of each sample. Every rank must call it.
 
     What embeddings before the blocks and blocks of the model's block lists get is divided; from there on all that is computed
-    from it is divided too, until a function needs whole tensors. Parameters stay whole. See [Note: as if it were whole] in
-    parallel/sequence/divided.py and [Note: scale of gradients] in parallel/sequence/team.py.
+    from it is divided too, until a function needs whole tensors. Parameters stay whole. See [Note: as if it were whole]
+    in activations/tensor.py and [Note: gradients of parts] in activations/tensor.py.
 
     Args:
         model: changed in place: its blocks get hooks.
@@ -83,7 +78,7 @@ def divide_sequence(model: nn.Module, axes: Axes, attention: str = "auto") -> Ar
 
 
 def _whole_after(model: nn.Module, args: Any, outputs: Any) -> Any:
-    return _whole(outputs)
+    return whole_output(outputs)
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -104,6 +99,7 @@ class _ModelCall:
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.team.in_blocks.clear()
+        self.team.with_gradients = torch.is_grad_enabled()
         self._seen.clear()
 
         def alike(each: Any) -> Any:
@@ -121,13 +117,13 @@ class _ModelCall:
                     fix="take another strategy; the strategy space divides images",
                 )
             )
-        return _whole(outputs)
+        return whole_output(outputs)
 
     def divide(self, hidden: Any, name: str, dim: int) -> Any:
         """Divide what a block gets, unless it is divided already or has too few tokens for the ranks: they all compute them."""
         if not isinstance(hidden, Tensor):
             return hidden
-        if place_of(hidden) is not None:
+        if isinstance(hidden, DividedTensor):
             self._has_divided = True
             return hidden
         if hidden.dim() != 3 or not hidden.is_floating_point():
@@ -146,14 +142,14 @@ class _ModelCall:
     def divide_ids(self, embedding: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Divide the numbers of tokens or positions (batch, tokens) that an embedding before the blocks gets."""
         ids = args[0] if args else None
-        if not isinstance(ids, Tensor) or place_of(ids) is not None or ids.dim() != 2 or self.team.in_blocks:
+        if not isinstance(ids, Tensor) or isinstance(ids, DividedTensor) or ids.dim() != 2 or self.team.in_blocks:
             return args
         return args if ids.shape[1] < self.team.size else (self._part(ids, 1, self.team.spans(ids.shape[1])), *args[1:])
 
-    def _part(self, whole: Tensor, dim: int, spans: TokenSpans) -> Tensor:
+    def _part(self, whole: Tensor, dim: int, spans: SpansOfRanks) -> Tensor:
         part = spans.part(whole, dim, self.team.rank)
         # With memory of its own, so that the whole need not be kept.
-        return divided(part.clone(memory_format=torch.contiguous_format), Place(dim, spans, self.team))
+        return DividedTensor(part.clone(memory_format=torch.contiguous_format), Place(dim, spans, self.team))
 
 
 class _Entry:
@@ -173,43 +169,9 @@ class _Entry:
 
     def after(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         team = self._call.team
-        for each in output if isinstance(output, tuple | list) else (output,):
-            if place_of(each) is not None:
-                check_history(each)
         first = output[0] if isinstance(output, tuple | list) and output else output
-        got = place_of(args[0]) if args else None
-        if got is not None and isinstance(first, Tensor) and place_of(first) is None:
-            refuse(team, f"a function of {type(block).__qualname__} that torch does not announce")
+        is_lost = isinstance(first, Tensor) and not isinstance(first, DividedTensor)
+        if args and isinstance(args[0], DividedTensor) and is_lost:
+            team.refuse_model(f"a function of {type(block).__qualname__} that torch does not announce")
         if team.in_blocks:
             team.in_blocks.pop()
-
-
-def _whole(value: Any) -> Any:
-    """Gather the divided tensors in what a model returns. Containers keep their types."""
-    if isinstance(value, Tensor):
-        return whole_of(value, equal=True)
-    if isinstance(value, Mapping):
-        return _changed(value, {key: _whole(each) for key, each in value.items()}, value.__getitem__, _set_item)
-    if isinstance(value, tuple | list):
-        found = [_whole(each) for each in value]
-        if all(one is other for one, other in zip(found, value, strict=True)):
-            return value
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {each.name: _whole(getattr(value, each.name)) for each in dataclasses.fields(value)}
-        return _changed(value, parts, lambda name: getattr(value, name), object.__setattr__)
-    return value
-
-
-def _changed(value: Any, parts: dict[Any, Any], get: Callable[[Any], Any], put: Callable[[Any, Any, Any], None]) -> Any:
-    """Return the container, or a copy of it in which the parts that differ are replaced."""
-    differing = {key: part for key, part in parts.items() if part is not get(key)}
-    if differing:
-        value = copy.copy(value)
-        for key, part in differing.items():
-            put(value, key, part)
-    return value
-
-
-def _set_item(value: Any, key: Any, part: Any) -> None:
-    value[key] = part

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from ..activations.spans import Span, SpansOfRanks
 from . import kernels
 from .kernels import Tile
-from .spans import Span, TokenSpans
 from .team import Team
 
 
@@ -26,8 +26,8 @@ class RingOfKeys:
     """The ranks of a ring and what of queries and keys they have."""
 
     team: Team
-    queries: TokenSpans
-    keys: TokenSpans
+    queries: SpansOfRanks
+    keys: SpansOfRanks
 
     def tiles(self, whole: Tile, owner: int) -> Iterator[tuple[slice, slice, Tile]]:
         """Return what this rank's queries see of a rank's keys: rows, columns, and the tile.

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
 from ...errors import UsageError, explain
+from ..activations.elementwise import mark_lost
+from ..activations.tensor import DividedTensor, Place, divided_among, whole_output
 from ..axes import Around, Axes, with_mean_gradient
-from . import convolutions, draws, norms, pooling, resample, shapes
-from .exchange import Region, own_rows
-from .tensor import SpaceTensor, check_picked, divided_among, mark_lost, whole_output
+from . import convolutions, norms, pooling, resample, rows
+from .region import Region
 
-_OPERATIONS = (convolutions, draws, norms, pooling, resample, shapes)  # importing them registers what they know
+_OPERATIONS = (convolutions, norms, pooling, resample, rows)  # importing them registers what they know
 _CONVOLUTIONS = {
     1: (nn.Conv1d, nn.ConvTranspose1d),
     2: (nn.Conv2d, nn.ConvTranspose2d),
@@ -65,7 +66,7 @@ def divide_space(model: nn.Module, axes: Axes) -> Around:
         return found  # type: ignore[no-any-return]
 
     def outputs(result: Any) -> Any:
-        check_picked(region)
+        region.check_picked()
         return whole_output(result)
 
     # Before whoever wraps the model sees its outputs, such as data parallelism around it.
@@ -91,13 +92,15 @@ def _num_dims(model: nn.Module) -> int:
 
 
 def _divided(each: Any, region: Region) -> Any:
-    if not isinstance(each, Tensor) or isinstance(each, SpaceTensor) or not each.is_floating_point():
+    if not isinstance(each, Tensor) or isinstance(each, DividedTensor) or not each.is_floating_point():
         return each
     at = each.dim() - region.num_dims
+    each = with_mean_gradient(each, region.group)
     if at not in (1, 2) or each.shape[at] < region.size:
-        return with_mean_gradient(each, region.group)
-    rows = mark_lost(own_rows(region, each, at), "the model's input, of which each rank has its rows,")
-    return SpaceTensor(rows, at, each.shape[at], region)
+        return each
+    place = Place(at, region.spans(each.shape[at]), region)
+    rows = place.cut(each, at).clone() if each.requires_grad and torch.is_grad_enabled() else place.cut(each.data, at)
+    return DividedTensor(mark_lost(rows, "the model's input, of which each rank has its rows,"), place)
 
 
 def _refuse_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], region: Region) -> NoReturn:
@@ -110,4 +113,4 @@ def _refuse_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], region: Reg
     if rows is not None:
         what, fix = f"an input has {rows} rows for {region.size} ranks", f"use at most {max(rows, 1)} ranks along space"
     value = ", ".join(f"{tuple(each.shape)} of {str(each.dtype).removeprefix('torch.')}" for each in tensors)
-    raise UsageError(explain(what, value=value or "no tensor", rank=region.index, fix=fix))
+    raise UsageError(explain(what, value=value or "no tensor", rank=region.rank, fix=fix))

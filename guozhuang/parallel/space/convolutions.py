@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .exchange import Region, add_shares, receive
-from .ranges import RowPlan, SlidingWindow, TransposedWindow, parts, transposed_plan, window_plan
-from .tensor import SpaceTensor, handles
-from .windows import Ints, each_of, run_windowed, spatial
+from ..activations.spans import parts
+from ..activations.tensor import DividedTensor
+from .exchange import add_shares, receive
+from .ranges import RowPlan, SlidingWindow, TransposedWindow
+from .region import Region, handles_rows
+from .windows import Ints, each_of, plan_of, run_windowed, spatial
 
 # A copy of a row costs about as much as this many output channels of its convolution.
 _PAYS = 2
@@ -22,28 +24,17 @@ class _Convolution:
     """A convolution, padded only in dimensions that are not divided, whose rows ``keep`` are this rank's.
 
     Args:
+        numbers: stride, padding, dilation, whether it is transposed, output padding, and groups.
         keep: (dimension, first, count) of the rows of the result; None for all.
     """
 
-    def __init__(
-        self, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, transposed: bool = False,
-        extra: Sequence[int] = (), keep: tuple[int, int, int] | None = None,
-    ) -> None:  # fmt: skip
-        self._numbers = (
-            list(stride),
-            list(padding),
-            list(dilation),
-            transposed,
-            list(extra) or [0] * len(stride),
-            groups,
-        )
-        self._keep = keep
+    def __init__(self, numbers: Sequence[Any], keep: tuple[int, int, int] | None = None) -> None:
+        self._numbers, self._keep = numbers, keep
 
     def forward(self, rows: Tensor, *tensors: Tensor | None) -> Tensor:
         """Convolve."""
-        weight, bias = tensors
-        found = torch.ops.aten.convolution(rows, weight, bias, *self._numbers)
-        return found.narrow(*self._keep) if self._keep else found  # type: ignore[no-any-return]
+        found: Tensor = torch.ops.aten.convolution(rows, *tensors, *self._numbers)
+        return found.narrow(*self._keep) if self._keep else found
 
     def backward(
         self, gradient: Tensor, rows: Tensor, tensors: Sequence[Tensor | None], needed: Sequence[bool]
@@ -51,27 +42,28 @@ class _Convolution:
         """Return the gradients of rows, weight and bias."""
         weight, bias = tensors
         assert weight is not None
-        stride, padding, dilation, transposed, extra, groups = self._numbers
         if self._keep:
             dim, first, count = self._keep
-            i = dim - 2
-            made = (
-                (rows.shape[dim] - 1) * stride[i]
-                - 2 * padding[i]
-                + dilation[i] * (weight.shape[dim] - 1)
-                + extra[i]
-                + 1
+            stride, padding, dilation, _, extra, _ = (
+                each[dim - 2] if isinstance(each, list) else 0 for each in self._numbers
             )
-            whole_shape = list(gradient.shape)
-            whole_shape[dim] = made
-            widened = gradient.new_zeros(whole_shape)
-            widened.narrow(dim, first, count).copy_(gradient)
-            gradient = widened
-        found = torch.ops.aten.convolution_backward(
-            gradient, rows, weight, None if bias is None else list(bias.shape), stride, padding, dilation, transposed,
-            extra, groups, [needed[0], needed[1], bias is not None and needed[2]],
-        )  # fmt: skip
-        return found  # type: ignore[no-any-return]
+            shape = list(gradient.shape)
+            shape[dim] = TransposedWindow(weight.shape[dim], stride, dilation, padding, extra).num_outputs(
+                rows.shape[dim]
+            )
+            kept, gradient = gradient, gradient.new_zeros(shape)
+            gradient.narrow(dim, first, count).copy_(kept)
+        return _backward(gradient, rows, weight, bias, self._numbers, needed)
+
+
+def _backward(
+    gradient: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, numbers: Sequence[Any], needed: Sequence[bool]
+) -> list[Any]:
+    """Return the gradients of rows, weight and bias that are needed."""
+    sizes = None if bias is None else list(bias.shape)
+    wanted = [needed[0], needed[1], bias is not None and needed[2]]
+    found: list[Any] = torch.ops.aten.convolution_backward(gradient, rows, weight, sizes, *numbers, wanted)
+    return found
 
 
 class _InPlace(torch.autograd.Function):
@@ -102,19 +94,15 @@ class _InPlace(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         local, weight, bias, *received = ctx.saved_tensors
-        needed = list(ctx.needs_input_grad[4:])
-        biases = None if bias is None else list(bias.shape)
+        needed = ctx.needs_input_grad[4:]
         shares: list[Tensor] = []
         with torch.autocast(local.device.type, enabled=False):
-            compute = torch.ops.aten.convolution_backward
-            mine, d_weight, d_bias = compute(
-                gradient, local, weight, biases, *ctx.numbers, [*needed[:2], bias is not None and needed[2]]
-            )
+            mine, d_weight, d_bias = _backward(gradient, local, weight, bias, ctx.numbers, needed)
             if received and (needed[0] or needed[1]):
                 edges = torch.cat(_edges(gradient, ctx.at, ctx.plan, ctx.numbers))
                 strips = _strips(received, ctx.at, ctx.plan)
                 numbers = _without_padding(ctx.numbers, ctx.at)
-                d_strips, more, _ = compute(edges, strips, weight, None, *numbers, [needed[0], needed[1], False])
+                d_strips, more, _ = _backward(edges, strips, weight, None, numbers, needed)
                 if needed[1]:
                     d_weight += more
                 if needed[0]:
@@ -160,28 +148,27 @@ def _of_strips(strips: Tensor, at: int, plan: RowPlan) -> list[Tensor]:
     ]
 
 
-def _batched(divided: SpaceTensor, num: int) -> SpaceTensor:
-    return divided.like(divided.local.unsqueeze(0), divided.at + 1) if divided.dim() == num + 1 else divided
-
-
-def _cast(local: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
+def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
     """Cast what autocast would cast for a convolution."""
-    kind = local.device.type
-    if not torch.is_autocast_enabled(kind) or local.dtype == torch.float64:
-        return [local, *tensors]
+    assert tensors[0] is not None
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
+        return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
-    return [None if each is None else each.to(dtype) for each in (local, *tensors)]
+    return [None if each is None else each.to(dtype) for each in tensors]
 
 
-@handles("conv1d", "conv2d", "conv3d")
+@handles_rows("conv1d", "conv2d", "conv3d")
 def _convolve(
     func: Any, input: Any, weight: Tensor, bias: Tensor | None = None, stride: Ints = 1, padding: Ints | str = 0,
     dilation: Ints = 1, groups: int = 1,
 ) -> Any:  # fmt: skip
     num = weight.dim() - 2
     i = spatial(input, num)
-    if i is None or isinstance(weight, SpaceTensor):
+    if i is None or isinstance(weight, DividedTensor):
         return NotImplemented
+    if input.dim() == num + 1:
+        return func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
     strides, dilations, kernel = each_of(stride, num), each_of(dilation, num), weight.shape[2:]
     if isinstance(padding, str):
         sums = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilations, kernel, strict=True)]
@@ -189,53 +176,48 @@ def _convolve(
     else:
         before = after = each_of(padding, num)
     window = SlidingWindow(kernel[i], strides[i], dilations[i], before[i], after[i])
-    num_rows = window.num_outputs(input.rows)
-    if num_rows < input.region.size:
+    plan = plan_of(input, window)
+    if plan is None:
         return NotImplemented
-    divided = _batched(input, num)
-    local, weight_, bias_ = _cast(divided.local, weight, bias)
+    local, *tensors = _cast(input.local, weight, bias)
     assert local is not None
     uneven = [(0, 0) if d == i else (0, after[d] - before[d]) for d in range(num)]
     if any(more for _, more in uneven):
         local = F.pad(local, [each for pair in reversed(uneven) for each in pair])
-    plan = window_plan(window, input.rows, input.region.size, input.region.index)
     reach = before[i]
-    shortest = input.rows // input.region.size
+    shortest = input.place.size // input.place.ranks.size
     keeps_rows = strides[i] == 1 and reach == after[i] and 2 * reach == dilations[i] * (kernel[i] - 1)
+    numbers = [strides, before, dilations, False, [0] * num, groups]
     if keeps_rows and reach and shortest >= reach * max(1, weight.shape[0] // groups // _PAYS):
-        numbers = (strides, before, dilations, False, [0] * num, groups)
-        found = divided.like(_InPlace.apply(divided.region, plan, divided.at, numbers, local, weight_, bias_))  # type: ignore[no-untyped-call]
-        return found.squeeze(0) if input.dim() == num + 1 else found
-    before[i] = 0
-    work = _Convolution(strides, before, dilations, groups)
-    found = run_windowed(divided.like(local), work, plan, num_rows, weight_, bias_)
-    return found.squeeze(0) if input.dim() == num + 1 else found
+        return input.like(_InPlace.apply(input.place.ranks, plan, input.at, numbers, local, *tensors))  # type: ignore[no-untyped-call]
+    work = _Convolution(_without_padding(numbers, input.at))
+    return run_windowed(input.like(local), work, plan, window.num_outputs(input.place.size), *tensors)
 
 
-@handles("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def _transposed(
+@handles_rows("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _convolve_transposed(
     func: Any, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
     groups: int = 1, dilation: Any = 1,
 ) -> Any:  # fmt: skip
     num = weight.dim() - 2
     i = spatial(input, num)
-    if i is None or isinstance(weight, SpaceTensor):
+    if i is None or isinstance(weight, DividedTensor):
         return NotImplemented
+    if input.dim() == num + 1:
+        return func(input.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation).squeeze(0)
     strides, dilations, paddings = each_of(stride, num), each_of(dilation, num), each_of(padding, num)
     extra = each_of(output_padding, num)
     if any(e >= max(s, d) for e, s, d in zip(extra, strides, dilations, strict=True)):
         return NotImplemented  # PyTorch says what is wrong
     window = TransposedWindow(weight.shape[2 + i], strides[i], dilations[i], paddings[i], extra[i])
-    region, num_rows = input.region, window.num_outputs(input.rows)
-    if num_rows < region.size:
+    plan = plan_of(input, window)
+    if plan is None:
         return NotImplemented
-    divided = _batched(input, num)
-    local, weight_, bias_ = _cast(divided.local, weight, bias)
-    assert local is not None
-    span = parts(num_rows, region.size)[region.index]
-    keep = (divided.at, span[0] - window.first_made(span), span[1] - span[0])
+    num_rows = window.num_outputs(input.place.size)
+    start, stop = parts(num_rows, input.place.ranks.size)[input.place.ranks.rank]
     paddings[i] = extra[i] = 0
-    plan = transposed_plan(window, input.rows, region.size, region.index)
-    work = _Convolution(strides, paddings, dilations, groups, True, extra, keep)
-    found = run_windowed(divided.like(local), work, plan, num_rows, weight_, bias_)
-    return found.squeeze(0) if input.dim() == num + 1 else found
+    keep = (input.at, start - window.first_made((start, stop)), stop - start)
+    work = _Convolution([strides, paddings, dilations, True, extra, groups], keep)
+    local, *tensors = _cast(input.local, weight, bias)
+    assert local is not None
+    return run_windowed(input.like(local), work, plan, num_rows, *tensors)

@@ -1,10 +1,6 @@
-"""Rows that travel between the ranks of a space group, and sums over them, with their backward.
+"""Rows that travel between the ranks of a region, and sums over them, with their backward.
 
-[Note: gradients of space] On each rank the gradient of its rows is n times the whole model's, n being the number of ranks; for
-what all ranks have alike (parameters, pooled features), the mean of the ranks' gradients is the whole model's. Every function
-here keeps that: rows that were handed out get the sum of what came back; what was summed over the ranks gets the sum of
-gradients; what all ranks had and each took a part of gets that part's gradient, and 0 elsewhere. The output of the model is
-gathered for a loss that is equal on all ranks, whose gradients are equal too: their sum is n times one's own.
+See [Note: gradients of parts] in parallel/activations/tensor.py.
 """
 
 from __future__ import annotations
@@ -15,49 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .ranges import RowPlan, parts, whole_plan
-
-
-class Region:
-    """The ranks that an image is divided over, seen from one of them.
-
-    Attributes:
-        group: their process group.
-        index, size: this rank in the group, and how many they are.
-        num_dims: the number of spatial dimensions of the model's images.
-        named: operations that were named in the log already.
-        with_gradients: whether the running forward was called with gradients enabled.
-        is_running: whether a forward is running.
-        picked: what the running forward has picked from whole copies of activations, and its version then.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, num_dims: int) -> None:
-        self.group, self.index, self.size, self.num_dims = group, group.rank(), group.size(), num_dims
-        self.named: set[str] = set()
-        self.with_gradients = self.is_running = False
-        self.picked: list[tuple[Tensor, int]] = []
-
-    def span(self, size: int) -> tuple[int, int]:
-        """Return (start, stop) of this rank's rows of a divided dimension."""
-        return parts(size, self.size)[self.index]
-
-    def gather(self, mine: Tensor) -> Tensor:
-        """Return each rank's 1-dimensional tensor as (ranks, elements)."""
-        everyone = mine.new_empty(self.size, mine.numel())
-        if not mine.is_meta:
-            dist.all_gather(list(everyone.unbind(0)), mine, group=self.group)
-        return everyone
-
-    def combine(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """Combine a tensor over the ranks in place; the sum by default."""
-        if not tensor.is_meta:
-            dist.all_reduce(tensor, op, group=self.group)
-        return tensor
-
-    @property
-    def collectives(self) -> Any:
-        """What combines statistics of the ranks in ``guozhuang.sync_batch_norm``."""
-        return self.gather, self.combine
+from ..activations.tensor import Ranks, memory_format
+from .ranges import RowPlan
 
 
 def _rows(tensor: Tensor, dim: int, rows: range) -> Tensor:
@@ -69,20 +24,13 @@ def _rows(tensor: Tensor, dim: int, rows: range) -> Tensor:
     return found if rows.step > 0 else found.flip(dim)
 
 
-def _format(tensor: Tensor) -> torch.memory_format:
-    for dims, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if tensor.dim() == dims and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
-            return memory_format
-    return torch.contiguous_format
-
-
 def _like(tensor: Tensor, dim: int, num_rows: int) -> Tensor:
     shape = list(tensor.shape)
     shape[dim] = num_rows
     return tensor.new_empty(shape)
 
 
-def _travel(region: Region, away: list[tuple[int, Tensor]], coming: list[tuple[int, Tensor]]) -> None:
+def _travel(region: Ranks, away: list[tuple[int, Tensor]], coming: list[tuple[int, Tensor]]) -> None:
     if any(tensor.is_meta for _, tensor in (*away, *coming)):
         return  # a forward for shapes alone
     operations = [dist.P2POp(dist.irecv, buffer, group=region.group, group_peer=peer) for peer, buffer in coming]
@@ -91,7 +39,7 @@ def _travel(region: Region, away: list[tuple[int, Tensor]], coming: list[tuple[i
         work.wait()
 
 
-def receive(region: Region, local: Tensor, dim: int, plan: RowPlan) -> list[Tensor]:
+def receive(region: Ranks, local: Tensor, dim: int, plan: RowPlan) -> list[Tensor]:
     """Send and receive the rows of a plan; return one tensor for each of its ``receives``. Every rank must call it."""
     away = [
         (peer, torch.cat([_rows(local, dim, rows) for rows in ranges], dim).contiguous()) for peer, ranges in plan.sends
@@ -106,19 +54,19 @@ def assemble(local: Tensor, received: list[Tensor], dim: int, plan: RowPlan, fil
     found = [(piece, local) for piece in plan.own]
     for (_, pieces), message in zip(plan.receives, received, strict=True):
         found += [(piece, message) for piece in pieces]
-    memory_format, blocks, at = _format(local), [], 0
+    layout, blocks, at = memory_format(local), [], 0
     for piece, source in sorted(found, key=lambda each: each[0].at):
         if piece.at > at:
             blocks.append(_like(local, dim, piece.at - at).fill_(fill))
         block = _rows(source, dim, piece.rows)
-        blocks.append(block if source is local else block.contiguous(memory_format=memory_format))
+        blocks.append(block if source is local else block.contiguous(memory_format=layout))
         at = piece.at + len(piece.rows)
     if at < plan.length or not blocks:
         blocks.append(_like(local, dim, plan.length - at).fill_(fill))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim)
 
 
-def give_back(region: Region, gradient: Tensor, dim: int, plan: RowPlan, is_own: bool = False) -> Tensor:
+def give_back(region: Ranks, gradient: Tensor, dim: int, plan: RowPlan, is_own: bool = False) -> Tensor:
     """Return the gradient of this rank's rows from that of the plan's target: all ranks' shares, added.
 
     Args:
@@ -127,7 +75,7 @@ def give_back(region: Region, gradient: Tensor, dim: int, plan: RowPlan, is_own:
     shares = [torch.cat([gradient.narrow(dim, p.at, len(p.rows)) for p in pieces], dim) for _, pieces in plan.receives]
     if len(plan.own) == 1 and plan.own[0].rows == range(plan.num_rows):
         result = gradient.narrow(dim, plan.own[0].at, plan.num_rows)
-        result = result if is_own else result.clone(memory_format=_format(gradient))
+        result = result if is_own else result.clone(memory_format=memory_format(gradient))
     else:
         result = _like(gradient, dim, plan.num_rows).zero_()
         for piece in plan.own:
@@ -135,7 +83,7 @@ def give_back(region: Region, gradient: Tensor, dim: int, plan: RowPlan, is_own:
     return add_shares(region, result, shares, dim, plan)
 
 
-def add_shares(region: Region, result: Tensor, shares: list[Tensor], dim: int, plan: RowPlan) -> Tensor:
+def add_shares(region: Ranks, result: Tensor, shares: list[Tensor], dim: int, plan: RowPlan) -> Tensor:
     """Send the gradient of each message of ``receives`` back, and add those that come to this rank's ``result`` in place."""
     away = [(peer, share.contiguous()) for (peer, _), share in zip(plan.receives, shares, strict=True)]
     coming = [(peer, _like(result, dim, sum(map(len, ranges)))) for peer, ranges in plan.sends]
@@ -156,7 +104,7 @@ def _add(target: Tensor, dim: int, rows: range, values: Tensor) -> None:
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, region: Region, dim: int, plan: RowPlan, fill: float) -> Tensor:
+    def forward(ctx: Any, local: Tensor, region: Ranks, dim: int, plan: RowPlan, fill: float) -> Tensor:
         ctx.region, ctx.dim, ctx.plan = region, dim, plan
         found = assemble(local, receive(region, local, dim, plan), dim, plan, fill)
         return found.clone() if found._base is not None or found is local else found
@@ -167,61 +115,14 @@ class _Fetch(torch.autograd.Function):
         return give_back(ctx.region, gradient, ctx.dim, ctx.plan), None, None, None, None
 
 
-def fetch(region: Region, local: Tensor, dim: int, plan: RowPlan, fill: float = 0.0) -> Tensor:
+def fetch(region: Ranks, local: Tensor, dim: int, plan: RowPlan, fill: float = 0.0) -> Tensor:
     """Return the plan's target, made of the rows of all ranks; differentiable. Every rank of the region calls it."""
     return local if plan.is_identity else _Fetch.apply(local, region, dim, plan, fill)  # type: ignore[no-untyped-call]
 
 
-def whole(region: Region, local: Tensor, dim: int, size: int) -> Tensor:
-    """Return all rows on every rank, where what follows may differ between ranks; differentiable."""
-    return fetch(region, local, dim, whole_plan(size, region.size, region.index))
-
-
-class _Output(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, region: Region, dim: int, size: int) -> Tensor:
-        ctx.region, ctx.dim, ctx.size = region, dim, size
-        plan = whole_plan(size, region.size, region.index)
-        return assemble(local, receive(region, local, dim, plan), dim, plan)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        start, stop = ctx.region.span(ctx.size)
-        return gradient.narrow(ctx.dim, start, stop - start) * ctx.region.size, None, None, None
-
-
-def output(region: Region, local: Tensor, dim: int, size: int) -> Tensor:
-    """Return all rows on every rank, for a loss that all ranks compute alike. See [Note: gradients of space]."""
-    return _Output.apply(local, region, dim, size)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Input(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, image: Tensor, region: Region, dim: int) -> Tensor:
-        ctx.region, ctx.dim, ctx.size = region, dim, image.shape[dim]
-        start, stop = region.span(ctx.size)
-        return image.narrow(dim, start, stop - start).clone()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        plan = whole_plan(ctx.size, ctx.region.size, ctx.region.index)
-        received = receive(ctx.region, gradient, ctx.dim, plan)
-        return assemble(gradient, received, ctx.dim, plan) / ctx.region.size, None, None
-
-
-def own_rows(region: Region, image: Tensor, dim: int) -> Tensor:
-    """Return this rank's rows of the model's input, which every rank has whole; its gradient is whole and equal on all."""
-    if image.requires_grad and torch.is_grad_enabled():
-        return _Input.apply(image, region, dim)  # type: ignore[no-any-return,no-untyped-call]
-    start, stop = region.span(image.shape[dim])
-    return image.data.narrow(dim, start, stop - start)
-
-
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, region: Region) -> Tensor:
+    def forward(ctx: Any, mine: Tensor, region: Ranks) -> Tensor:
         ctx.region = region
         return region.combine(mine.clone(memory_format=torch.contiguous_format))
 
@@ -231,14 +132,14 @@ class _Total(torch.autograd.Function):
         return ctx.region.combine(gradient.clone(memory_format=torch.contiguous_format)), None
 
 
-def total(region: Region, mine: Tensor) -> Tensor:
+def total(region: Ranks, mine: Tensor) -> Tensor:
     """Return the sum over the ranks on every rank; differentiable."""
     return _Total.apply(mine, region)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Extreme(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, region: Region, dims: tuple[int, ...], largest: bool) -> Tensor:
+    def forward(ctx: Any, local: Tensor, region: Ranks, dims: tuple[int, ...], largest: bool) -> Tensor:
         found = (local.amax if largest else local.amin)(dims, keepdim=True).contiguous()
         region.combine(found, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
         ctx.save_for_backward(local, found)
@@ -259,6 +160,6 @@ class _Extreme(torch.autograd.Function):
         )
 
 
-def extreme(region: Region, local: Tensor, dims: tuple[int, ...], largest: bool) -> Tensor:
+def extreme(region: Ranks, local: Tensor, dims: tuple[int, ...], largest: bool) -> Tensor:
     """Return the largest or smallest over the dimensions, which stay with size 1, and all ranks; ties share its gradient."""
     return _Extreme.apply(local, region, dims, largest)  # type: ignore[no-any-return,no-untyped-call]

@@ -13,12 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-Span = tuple[int, int]
-
-
-def parts(size: int, num: int) -> tuple[Span, ...]:
-    """Return (start, stop) of each rank's rows; the longest part has at most one row more than the shortest."""
-    return tuple((size * i // num, size * (i + 1) // num) for i in range(num))
+from ..activations.spans import Span, parts
 
 
 @dataclass(frozen=True)
@@ -149,13 +144,6 @@ class SlidingWindow:
         return stop - start if count_padding else min(stop, size) - max(start, 0)
 
 
-@lru_cache(maxsize=4096)
-def window_plan(window: SlidingWindow, size: int, num: int, rank: int) -> RowPlan:
-    """Return how every rank gets the inputs of its part of a window's outputs."""
-    wants = [cover(*window.needs(span), size) for span in parts(window.num_outputs(size), num)]
-    return plan(parts(size, num), wants, rank)
-
-
 @dataclass(frozen=True)
 class TransposedWindow:
     """The window of a transposed convolution along the divided dimension; ``extra`` is its output padding."""
@@ -183,9 +171,12 @@ class TransposedWindow:
         return self.needs(outputs)[0] * self.stride - self.padding
 
 
+Window = SlidingWindow | TransposedWindow
+
+
 @lru_cache(maxsize=4096)
-def transposed_plan(window: TransposedWindow, size: int, num: int, rank: int) -> RowPlan:
-    """Return how every rank gets the inputs of its part of a transposed window's outputs."""
+def window_plan(window: Window, size: int, num: int, rank: int) -> RowPlan:
+    """Return how every rank gets the inputs of its part of a window's outputs."""
     wants = [cover(*window.needs(span), size) for span in parts(window.num_outputs(size), num)]
     return plan(parts(size, num), wants, rank)
 
@@ -231,9 +222,3 @@ def ranges_plan(size: int, needed: tuple[Span, ...], rank: int, have: tuple[Span
     """Return how each rank gets the range of rows that it needs, all of them inside the ``size`` rows that there are."""
     wants = [cover(start, stop, size) for start, stop in needed]
     return plan(have or parts(size, len(needed)), wants, rank)
-
-
-@lru_cache(maxsize=1024)
-def whole_plan(size: int, num: int, rank: int) -> RowPlan:
-    """Return how every rank gets all rows."""
-    return ranges_plan(size, ((0, size),) * num, rank)

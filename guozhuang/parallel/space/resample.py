@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..activations.spans import Span, parts
+from ..activations.tensor import DividedTensor
 from .exchange import fetch
-from .ranges import Span, parts, ranges_plan
-from .tensor import SpaceTensor, handles
+from .ranges import ranges_plan
+from .region import handles_rows, made_of_rows
 
 _LINEAR = {"linear": 1, "bilinear": 2, "trilinear": 3}
 
 
-@handles("interpolate", "upsample")
+@handles_rows("interpolate", "upsample")
 def _interpolate(
     func: Any, input: Any, size: Any = None, scale_factor: Any = None, mode: str = "nearest",
     align_corners: bool | None = None, recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> Any:  # fmt: skip
     num = input.dim() - 2
-    i = input.at - 2 if isinstance(input, SpaceTensor) else -1
+    i = input.at - 2 if isinstance(input, DividedTensor) else -1
     known = mode in ("nearest", "nearest-exact") or _LINEAR.get(mode) == num
     if i < 0 or antialias or not known or (size is None) == (scale_factor is None):
         return NotImplemented
@@ -33,45 +34,29 @@ def _interpolate(
     else:
         factors = [scale_factor] * num if isinstance(scale_factor, int | float) else list(scale_factor)
         outputs = [int(s * float(f)) for s, f in zip(sizes, factors, strict=True)]
-        scales = [None] * num if recompute_scale_factor else factors
-    if len(outputs) != num or outputs[i] < input.region.size:
+        scales = [None] * num if recompute_scale_factor else list(factors)
+    if len(outputs) != num or outputs[i] < input.place.ranks.size:
         return NotImplemented
     exact = torch.float64 if input.dtype == torch.float64 and mode in _LINEAR else torch.float32
     rows = _Resampling(sizes[i], outputs[i], scales[i], mode, bool(align_corners), exact)
-    region = input.region
+    region = input.place.ranks
     spans = parts(outputs[i], region.size)
-    plan = ranges_plan(sizes[i], tuple(rows.needed(span) for span in spans), region.index)
+    plan = ranges_plan(sizes[i], tuple(rows.needed(span) for span in spans), region.rank)
     local = fetch(region, input.local, input.at, plan)
-    start = rows.needed(spans[region.index])[0]
+    start = rows.needed(spans[region.rank])[0]
+    local_sizes, by_size = list(outputs), all(each is None for each in scales)
+    local_sizes[i] = local.shape[input.at] * (rows.factor or 1)
+    if not by_size or local_sizes != list(local.shape[2:]):
+        # The dimensions that are not divided are resampled as the whole image's, and the divided one by a factor.
+        scales[i] = rows.factor or 1
+        given = {"size": tuple(local_sizes)} if by_size else {"scale_factor": tuple(map(float, scales))}  # type: ignore[arg-type]
+        local = F.interpolate(local, **given, mode=mode, align_corners=align_corners)
     if rows.factor:
-        outputs_of_local = list(outputs)
-        outputs_of_local[i] = local.shape[input.at] * rows.factor
-        local = _resized(local, outputs_of_local, scales, i, float(rows.factor), mode, align_corners)
-        first, behind = spans[region.index]
+        first, behind = spans[region.rank]
         local = local.narrow(input.at, first - start * rows.factor, behind - first)
     else:
-        outputs_of_local = list(outputs)
-        outputs_of_local[i] = local.shape[input.at]
-        if outputs_of_local != list(local.shape[2:]):
-            local = _resized(local, outputs_of_local, scales, i, 1.0, mode, align_corners)
-        local = rows.picked(local, input.at, spans[region.index], start)
-    return input.like(local, size=outputs[i])
-
-
-def _resized(
-    local: Tensor,
-    outputs: Sequence[int],
-    scales: Sequence[Any],
-    i: int,
-    factor: float,
-    mode: str,
-    align_corners: bool | None,
-) -> Tensor:
-    """Resample the dimensions that are not divided as the whole image's, and the divided one by a factor."""
-    if all(each is None for each in scales):
-        return F.interpolate(local, tuple(outputs), mode=mode, align_corners=align_corners)
-    factors = [float(factor) if d == i else float(each) for d, each in enumerate(scales)]
-    return F.interpolate(local, scale_factor=tuple(factors), mode=mode, align_corners=align_corners)
+        local = rows.picked(local, input.at, spans[region.rank], start)
+    return made_of_rows(input, local, outputs[i])
 
 
 class _Resampling:

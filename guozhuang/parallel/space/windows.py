@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .exchange import Region, assemble, give_back, receive
-from .ranges import RowPlan
-from .tensor import SpaceTensor
+from ..activations.tensor import DividedTensor
+from .exchange import assemble, give_back, receive
+from .ranges import RowPlan, Window, window_plan
+from .region import Region, made_of_rows
 
 Ints = int | Sequence[int]
 
@@ -37,13 +38,7 @@ class _Windowed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        work: RowsWork,
-        region: Region,
-        plan: RowPlan,
-        at: int,
-        local: Tensor,
-        *tensors: Tensor | None,
+        ctx: Any, work: RowsWork, region: Region, plan: RowPlan, at: int, local: Tensor, *tensors: Tensor | None
     ) -> Tensor:
         received = receive(region, local, at, plan)
         ctx.work, ctx.region, ctx.plan, ctx.at, ctx.num_received = work, region, plan, at, len(received)
@@ -64,12 +59,18 @@ class _Windowed(torch.autograd.Function):
         return None, None, None, None, mine, *others
 
 
+def plan_of(input: DividedTensor, window: Window) -> RowPlan | None:
+    """Return how every rank gets the rows that its part of a window's outputs needs; None if a rank would have no output."""
+    ranks, size = input.place.ranks, input.place.size
+    return None if window.num_outputs(size) < ranks.size else window_plan(window, size, ranks.size, ranks.rank)
+
+
 def run_windowed(
-    divided: SpaceTensor, work: RowsWork, plan: RowPlan, num_rows: int, *tensors: Tensor | None
-) -> SpaceTensor:
+    input: DividedTensor, work: RowsWork, plan: RowPlan, num_rows: int, *tensors: Tensor | None
+) -> DividedTensor:
     """Return ``num_rows`` rows of the work on what a plan assembles. See [Note: memory of windows]."""
-    local = _Windowed.apply(work, divided.region, plan, divided.at, divided.local, *tensors)  # type: ignore[no-untyped-call]
-    return divided.like(local, size=num_rows)
+    local = _Windowed.apply(work, input.place.ranks, plan, input.at, input.local, *tensors)  # type: ignore[no-untyped-call]
+    return made_of_rows(input, local, num_rows)
 
 
 class Again:
@@ -100,8 +101,8 @@ def each_of(value: Ints | None, num: int) -> list[int]:
     return found * num if len(found) == 1 else found
 
 
-def spatial(divided: Any, num: int) -> int | None:
+def spatial(input: Any, num: int) -> int | None:
     """Return which of the ``num`` spatial dimensions is divided; None if it is none of them, or there is no division."""
-    if not isinstance(divided, SpaceTensor) or not num + 1 <= divided.dim() <= num + 2:
+    if not isinstance(input, DividedTensor) or not num + 1 <= input.dim() <= num + 2:
         return None
-    return i if (i := divided.at - (divided.dim() - num)) >= 0 else None
+    return num + input.position if num + input.position >= 0 else None
