@@ -90,11 +90,11 @@ def _train(rank: int, size: int, name: str, v: int, m: int, skips: bool) -> Any:
         run = runtime.begin([piece.clone() for piece in ROWS.tensor_split(m)])
         if name == "gpipe":
             run.execute("F")
-            run.execute("B", seeds, lambda: [total.clone()])
+            run.execute("B", seeds, lambda _: [total.clone()])
         else:
-            run.execute("FBIW", seeds, lambda: [total.clone()])
+            run.execute("FBIW", seeds, lambda _: [total.clone()])
     gradients = {s: [p.grad for p in block.parameters()] for s, block in mine.items()}
-    return gradients, run.conclusion[0], runtime.most_in_flight, runtime.transfers.most_buffers
+    return gradients, run.conclusions[0][0], runtime.most_in_flight, runtime.transfers.most_buffers
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,12 @@ class _Batch:
     Attributes:
         run: its microbatches in the stages of this rank.
         microbatches: its parts.
-        tensors: the outputs that the tail needs, for each microbatch in turn; equal on all ranks.
         state: of the random generators, after the last stage.
         inputs: for each microbatch, its parts of the inputs that require a gradient.
     """
 
     run: PipelineRun
     microbatches: list[Microbatch]
-    tensors: list[Tensor] = field(default_factory=list)
     state: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: list[list[Tensor]] = field(default_factory=list)
 
@@ -139,36 +137,20 @@ class GPipe:
 
     def _forwards(self, plan: StagePlan, batch: _Batch) -> list[Tensor]:
         """Run the forward half, and return the outputs that the tail needs, of each microbatch in turn."""
+        draws, is_alone = list(self.plans.draws.values())[-1], len(batch.microbatches) == 1
+
+        def conclude(number: int) -> list[Tensor]:
+            # The script may change in place what was not joined of several microbatches.
+            found = [each.detach().clone() if is_alone else each.detach() for each in batch.run.results[number]]
+            for tensor, result in zip(found, batch.run.results[number], strict=True):
+                tensor.requires_grad_(result.requires_grad)
+            return [*found, draws.state()] if number == 0 else found
+
         with self.statistics.collecting(len(batch.microbatches)):
-            batch.run.execute("F")
-        mine: list[Tensor] = []
-        if self.group.rank() == self.group.size() - 1:
-            results = [batch.run.results[i] for i in range(len(batch.microbatches))]
-            mine = [*(tensor for each in results for tensor in each), list(self.plans.draws.values())[-1].state()]
-        *batch.tensors, batch.state = self._told(mine, is_alone=len(batch.microbatches) == 1)
-        return batch.tensors
-
-    def _told(self, mine: list[Tensor], is_alone: bool) -> list[Tensor]:
-        """Return on every rank the tensors of the last stage, without their graph, and requiring gradients as they do.
-
-        Args:
-            mine: on the rank of the last stage, its tensors.
-            is_alone: they are those of one microbatch, which are not joined into new ones: the script may change them in place.
-        """
-        last = self.group.size() - 1
-        is_last = self.group.rank() == last
-        told: list[Any] = [[(tuple(t.shape), t.dtype, t.requires_grad) for t in mine]]
-        dist.broadcast_object_list(told, group=self.group, group_src=last)
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        found: list[Tensor] = []
-        for i, (shape, dtype, requires_grad) in enumerate(told[0]):
-            if is_last:  # .data, because a group may count its writing of what is there already as a change
-                tensor = mine[i].detach().clone() if is_alone else mine[i].data.contiguous()
-            else:
-                tensor = torch.empty(shape, dtype=dtype, device=device)
-            dist.broadcast(tensor, group=self.group, group_src=last)
-            found.append(tensor.requires_grad_() if requires_grad else tensor)
-        return found
+            batch.run.execute("F", conclude=conclude)
+        first, *others = ([each for each in told if each is not None] for told in batch.run.conclusions)
+        batch.state = first.pop()
+        return [*first, *(each for found in others for each in found)]
 
     def _backwards(self, batch: _Batch, gradients: Sequence[Tensor | None]) -> None:
         """Run the backward half, and add up the gradients of parameters that several ranks hold."""

@@ -22,6 +22,8 @@ from guozhuang.errors import MismatchError, explain
 from .schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, PipelineSchedule, chain, make_schedule, simulate
 from .transfers import ACTIVATIONS, CONCLUSION, GRADIENTS, StageMessage, StageTransfers, shapes_of
 
+#: Returns what the rank of the last stage tells all ranks after an action there, from the number of its microbatch.
+Conclude = Callable[[int], Sequence[Tensor]]
 #: Returns where the backward of a microbatch begins, from its number and the last stage's result: tensors and their gradients.
 Seeds = Callable[[int, Any], tuple[Sequence[Tensor], Sequence[Tensor | None]]]
 
@@ -177,7 +179,7 @@ class PipelineRun:
 
     Attributes:
         results: by microbatch what the last stage made of it; empty on ranks without the last stage, and after its backward.
-        conclusion: the tensors that the rank of the last stage told all ranks at the end; see :meth:`execute`.
+        conclusions: what the rank of the last stage told all ranks in the last :meth:`execute`, in its order.
     """
 
     def __init__(self, runtime: PipelineRuntime, microbatches: Sequence[Any], number: int) -> None:
@@ -187,13 +189,13 @@ class PipelineRun:
         self._weights_left: list[tuple[int, int]] = []
         self._around_backwards: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.results: dict[int, Any] = {}
-        self.conclusion: list[Tensor | None] = []
+        self.conclusions: list[Sequence[Tensor | None]] = []
 
     def execute(
         self,
         kinds: str = "FBIW",
         seeds: Seeds | None = None,
-        conclude: Callable[[], list[Tensor]] | None = None,
+        conclude: Conclude | None = None,
         around_backwards: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         """Carry out the actions of some kinds in the order of the schedule. Every rank of the pipeline must call it.
@@ -202,8 +204,9 @@ class PipelineRun:
             kinds: "F" for the forward half of "gpipe", "B" for its backward half; everything by default.
             seeds: called on the rank of the last stage where the backward of a microbatch begins. Every rank gives one if there
                 are backwards.
-            conclude: called on the rank of the last stage after its last backward; what it returns is sent to all ranks, which
-                find it in ``conclusion``. Every rank gives one, or none does.
+            conclude: called on the rank of the last stage after its last backward, or, in a half without backwards, after each
+                of its forwards; what it returns is sent to all ranks, which find it in ``conclusions``. All ranks give one, or
+                none.
             around_backwards: returns a context in which autograd runs the backward of a microbatch.
 
         Raises:
@@ -212,12 +215,15 @@ class PipelineRun:
         runtime, last = self._runtime, self._runtime.num_stages - 1
         transfers = runtime.transfers
         self._around_backwards = around_backwards
-        transfers.begin(self._number, len(self._microbatches), runtime.bound(len(self._microbatches)))
         actions = self._schedule.half(kinds, runtime.rank)
+        concluding = self._concluding(kinds) if conclude is not None else ()
+        # Conclusions are taken at the end, so the rank that sends them must not wait for that.
+        most = runtime.bound(len(self._microbatches)) + len(concluding)
+        transfers.begin(self._number, len(self._microbatches), most)
         for peer in range(runtime.size):
             if peer != runtime.rank:
-                transfers.expect(peer, self._messages_from(peer, kinds, conclude is not None))
-        ending = self._last_backward(kinds) if conclude is not None else None
+                transfers.expect(peer, self._messages_from(peer, kinds, concluding))
+        self.conclusions = []
         action = None
         for action in actions:
             if action.kind == FORWARD:
@@ -227,28 +233,28 @@ class PipelineRun:
             else:
                 assert seeds is not None, "a backward needs seeds"
                 self._backward(action, seeds if action.stage == last else None)
-            if action == ending and conclude is not None:
-                self.conclusion = list(conclude())
+            if action in concluding and conclude is not None:
+                told = list(conclude(action.microbatch))
+                self.conclusions.append(told)
                 for rank in range(runtime.size):
                     if rank != runtime.rank:
-                        transfers.send(StageMessage(CONCLUSION, last, rank, 0), self.conclusion, action.in_words)
+                        transfers.send(StageMessage(CONCLUSION, last, rank, action.microbatch), told, action.in_words)
         why = "the end of the batch" if action is None else f"the end of the batch, after the {action.in_words}"
-        if conclude is not None and ending not in actions:
-            message = StageMessage(CONCLUSION, last, runtime.rank, 0)
-            self.conclusion = transfers.receive(message, why)
-            transfers.release([message])
+        if runtime.rank != self._schedule.rank_of(last):
+            messages = [StageMessage(CONCLUSION, last, runtime.rank, each.microbatch) for each in concluding]
+            self.conclusions = [transfers.receive(message, why) for message in messages]
+            transfers.release(messages)
         transfers.finish(why)
 
-    def _last_backward(self, kinds: str) -> Action:
-        """Return the action of the last stage after which its rank concludes."""
+    def _concluding(self, kinds: str) -> Sequence[Action]:
+        """Return the actions after which the rank of the last stage tells all ranks something; see :meth:`execute`."""
         last = self._runtime.num_stages - 1
-        actions = self._schedule.half(kinds, self._schedule.rank_of(last))
-        return [action for action in actions if action.stage == last and action.kind in (BACKWARD, INPUTS)][-1]
+        actions = [each for each in self._schedule.half(kinds, self._schedule.rank_of(last)) if each.stage == last]
+        return [each for each in actions if each.kind in (BACKWARD, INPUTS)][-1:] or actions
 
-    def _messages_from(self, peer: int, kinds: str, concludes: bool) -> list[StageMessage]:
+    def _messages_from(self, peer: int, kinds: str, concluding: Sequence[Action]) -> list[StageMessage]:
         """Return the messages that a rank sends to this one, in the order in which it sends them."""
         runtime, messages = self._runtime, []
-        ending = self._last_backward(kinds) if concludes else None
         for action in self._schedule.half(kinds, peer):
             kind, stage, k = action
             if kind == FORWARD:
@@ -259,8 +265,8 @@ class PipelineRun:
                 for target in runtime.sources[stage]:
                     if self._schedule.rank_of(target) == runtime.rank:
                         messages.append(StageMessage(GRADIENTS, stage, target, k))
-            if action == ending:
-                messages.append(StageMessage(CONCLUSION, stage, runtime.rank, 0))
+            if action in concluding:
+                messages.append(StageMessage(CONCLUSION, stage, runtime.rank, k))
         return messages
 
     def _receive(self, message: StageMessage, action: Action) -> list[Tensor | None]:

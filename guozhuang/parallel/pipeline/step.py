@@ -100,10 +100,10 @@ def train_batch(pipe: GPipe, args: tuple[Any, ...], kwargs: Mapping[str, Any], t
             run.execute(
                 "FBIW",
                 batch.seeds,
-                lambda: [batch.total.to(batch.dtype), draws.state()],
+                lambda _: [batch.total.to(batch.dtype), draws.state()],
                 around_backwards=pipe.statistics.discarding,
             )
-        total, state = run.conclusion
+        total, state = run.conclusions[-1]
         assert total is not None and state is not None
         draws.end(state)
     if pipe.at_backward_end is not None:
