@@ -22,11 +22,15 @@ class Kind:
         make: makes it, given the probability of its dropout.
         batch: the keyword arguments and the targets of a number of rows.
         loss: of the model's outputs and the targets.
+        separable_loss: the part of it that does not couple samples, which microbatches can compute.
+        middle: the module at which the second of two stages begins.
     """
 
     make: Callable[[float], nn.Module]
     batch: Callable[[int, torch.Generator], tuple[Batch, Tensor]]
     loss: Callable[[Any, Tensor], Tensor]
+    separable_loss: Callable[[Any, Tensor], Tensor]
+    middle: str
 
 
 def contrastive(logits: Tensor) -> Tensor:
@@ -35,10 +39,13 @@ def contrastive(logits: Tensor) -> Tensor:
     return F.cross_entropy(ends @ ends.detach().roll(1, 0).T / 0.5, torch.arange(len(ends)))
 
 
-def token_loss(outputs: Any, labels: Tensor) -> Tensor:
+def token_mean(outputs: Any, labels: Tensor) -> Tensor:
     """The mean over the labels that are not left out, whose number differs between rows."""
-    logits = outputs.logits if hasattr(outputs, "logits") else outputs
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 0.1 * contrastive(logits)
+    return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+def token_loss(outputs: Any, labels: Tensor) -> Tensor:
+    return token_mean(outputs, labels) + 0.1 * contrastive(outputs.logits)
 
 
 def image_loss(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -166,10 +173,10 @@ def bart(p: float) -> nn.Module:
 
 
 KINDS: Mapping[str, Kind] = {
-    "bert": Kind(bert, tokens, token_loss),
-    "gpt2": Kind(gpt2, tokens, token_loss),
-    "t5": Kind(t5, encoded_and_decoded, token_loss),
-    "bart": Kind(bart, encoded_and_decoded, token_loss),
-    "resnet": Kind(Residuals, images, image_loss),
-    "unet": Kind(UNet, segmented, segmentation_loss),
+    "bert": Kind(bert, tokens, token_loss, token_mean, "bert.encoder.layer.1"),
+    "gpt2": Kind(gpt2, tokens, token_loss, token_mean, "transformer.h.1"),
+    "t5": Kind(t5, encoded_and_decoded, token_loss, token_mean, "decoder.block.0"),
+    "bart": Kind(bart, encoded_and_decoded, token_loss, token_mean, "model.decoder.layers.0"),
+    "resnet": Kind(Residuals, images, image_loss, F.cross_entropy, "blocks.1"),
+    "unet": Kind(UNet, segmented, segmentation_loss, F.cross_entropy, "up.0"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,8 @@ class UnitOutputs:
         try:
             with torch.no_grad():
                 try:
-                    meta_args, meta_kwargs = pytree.tree_unflatten([_to_meta(leaf) for leaf in leaves], spec)
+                    given = _as_without_autocast(leaves, self._tensors[first].values())
+                    meta_args, meta_kwargs = pytree.tree_unflatten([_to_meta(leaf) for leaf in given], spec)
                     with torch.device("meta"):
                         found = functional_call(unit, self._tensors[first], meta_args, meta_kwargs, tie_weights=False)
                 except UsageError:
@@ -193,6 +194,20 @@ def _signature(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
     return leaf if isinstance(leaf, PLAIN) else type(leaf)
+
+
+def _as_without_autocast(leaves: list[Any], weights: Iterable[Tensor]) -> list[Any]:
+    """Under autocast, which the meta device does not have: give floating-point inputs the dtype of the unit's weights."""
+    dtype = next((each.dtype for each in weights if each.is_floating_point()), None)
+    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+    if dtype is None or not any(torch.is_autocast_enabled(each) for each in devices - {"meta"}):
+        return leaves
+    return [
+        torch.empty_like(leaf, dtype=dtype, device="meta")
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        else leaf
+        for leaf in leaves
+    ]
 
 
 def _to_meta(leaf: Any) -> Any:
