@@ -17,6 +17,8 @@ from ..world.layout import AXES, DATA_AXES, MODEL_AXES, Layout
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from .activations.tensor import Ranks
+
 
 @dataclass(frozen=True)
 class Around:
@@ -25,10 +27,16 @@ class Around:
     Attributes:
         inputs: takes and returns the positional and the keyword arguments of the model: this rank's part of each.
         outputs: takes and returns what the model has returned: whole on every rank.
+        ranks: those that divide samples between them; None: samples are whole.
     """
 
     inputs: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     outputs: Callable[[Any], Any]
+    ranks: Ranks | None = None
+
+
+#: Around a model whose ranks work on whole samples: nothing is done.
+WHOLE = Around(lambda args, kwargs: (args, dict(kwargs)), lambda found: found)
 
 
 class _MeanGradient(torch.autograd.Function):

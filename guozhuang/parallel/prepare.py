@@ -29,7 +29,7 @@ from ..errors import MismatchError, UsageError, explain, rank_table
 from ..weights.equal_start import start_equal
 from ..world.layout import MODEL_AXES
 from ..world.versions import all_gather_single
-from .axes import Around, Axes
+from .axes import WHOLE, Around, Axes
 from .division import division_of, norm_of
 from .random import Draws, align
 from .state import gather_states
@@ -207,7 +207,7 @@ class Divided:
     Attributes:
         model: the script's own module, of which this rank holds its parts.
         axes: the groups of the layout.
-        around: what is done to its inputs before it is called and to its outputs afterwards, outermost first.
+        around: what is done to its inputs before it is called and to its outputs afterwards, unless the pipe does it.
         pipe: the pipeline that is called in place of the model; None without stages.
         draws: makes random operations in the model's forward draw as in one process; None with a pipe, which sees to that.
         inside: the model wrapped in what averages its gradients; None if nothing has to be wrapped.
@@ -216,7 +216,7 @@ class Divided:
 
     model: nn.Module
     axes: Axes
-    around: list[Around] = field(default_factory=list)
+    around: Around = WHOLE
     pipe: Pipe | None = None
     draws: Draws | None = None
     inside: Callable[..., Any] | None = None
@@ -239,14 +239,11 @@ class Divided:
         """Run the model's forward on a whole batch, which the ranks that hold one copy of it share. Each must call it."""
         call: Callable[..., Any] = self.model if self.inside is None else self.inside
         with self.batches.compared(args, kwargs):
-            for each in self.around:
-                args, kwargs = each.inputs(args, kwargs)
+            args, kwargs = self.around.inputs(args, kwargs)
             self.draw_alike()
             with self.drawing():
                 found = (call if self.pipe is None else self.pipe)(*args, **kwargs)
-            for each in reversed(self.around):
-                found = each.outputs(found)
-            return found
+            return self.around.outputs(found)
 
 
 def check_wishes(wishes: Wishes) -> None:
@@ -298,14 +295,9 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
     if axes.size("tp") > 1:
         _later("tensor", "divide_tensors")(model, axes, wishes.plan)
     if axes.size("space") > 1:
-        found.around.append(_later("space", "divide_space")(model, axes))
-    if axes.size("sequence") > 1:
-        if axes.size("pp") > 1:
-            what = "sequences cannot be divided in a pipeline yet: what crosses from stage to stage would be parts of tokens"
-            raise UsageError(
-                explain(what, value=str(axes.layout), fix="choose a layout of sequence, tp and dp, or without it")
-            )
-        found.around.append(_later("sequence", "divide_sequence")(model, axes, wishes.attention or ATTENTION[0]))
+        found.around = _later("space", "divide_space")(model, axes)
+    elif axes.size("sequence") > 1:
+        found.around = _later("sequence", "divide_sequence")(model, axes, wishes.attention or ATTENTION[0])
     if axes.size("pp") > 1:
         found.pipe = _later("pipeline", "divide_pipeline")(
             model,
@@ -314,7 +306,9 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
             num_microbatches=wishes.num_microbatches,
             schedule=wishes.schedule,
             loss=wishes.loss,
+            around=found.around,
         )
+        found.around = WHOLE
     elif axes.group("space", "sequence", "tp") is not None:
         found.draws = Draws(model)
     return found

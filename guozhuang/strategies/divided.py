@@ -24,7 +24,7 @@ from ..distributed import DistributedDataParallel
 from ..errors import UsageError, explain
 from ..exchange import GradientExchange
 from ..optim.divided import DividedOptimizer
-from ..parallel.axes import make_axes
+from ..parallel.axes import WHOLE, make_axes
 from ..parallel.division import division_of
 from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model, draw_alike
 from ..parallel.state import fit, gather_optimizer_states
@@ -117,7 +117,7 @@ class PreparedParallel(StandsForModule):
             vars(module).pop("forward", None)
         if num_calls or not torch.is_grad_enabled() or not has_graph(found):
             return found
-        if divided.pipe is not None or divided.around:
+        if divided.pipe is not None or divided.around is not WHOLE:
             what = f"the method {method.__name__!r} computes by parts of a divided model, which are not whole here"
             fix = "let it call the model itself, as in self(x), or choose a layout without pp, space and sequence"
             raise UsageError(explain(what, value=str(divided.axes.layout), fix=fix))
@@ -139,7 +139,7 @@ class PreparedParallel(StandsForModule):
             what = "model.step() needs the loss function"
             raise UsageError(explain(what, fix="give it to gz.prepare(model, optimizer, loss=loss_fn)"))
         with divided.batches.compared(args, kwargs):
-            if divided.pipe is not None and not divided.around:
+            if divided.pipe is not None:
                 divided.draw_alike()
                 return divided.pipe.step(*args, **kwargs)
             return plain_step(self, loss, args, kwargs)
@@ -339,7 +339,7 @@ class PipelineStep:
 
 def _pair(prepared: PreparedParallel, optimizer: Any, divided: Divided, wishes: Wishes) -> PreparedPair:
     """Return what ``prepare`` does; its step follows the schedule, if that is another one than the script's own loop has."""
-    if divided.pipe is None or divided.around or wishes.loss is None or wishes.schedule == "gpipe":
+    if divided.pipe is None or wishes.loss is None or wishes.schedule == "gpipe":
         return PreparedPair(prepared, optimizer)
     return PreparedPair(prepared, optimizer, PipelineStep(divided, several(optimizer)), is_callable=True)
 

@@ -54,16 +54,13 @@ LAYOUTS = {
         "dp=2,sequence=2": ("gpt2",),
         "space=2,tp=2": IMAGE_MODELS,
         "sequence=2,tp=2": ("bert", "t5"),
-        "pp=2,space=2": ("unet",),
-        "pp=2,sequence=2": ("bert",),
+        "pp=2,space=2": IMAGE_MODELS,
+        "pp=2,sequence=2": TOKEN_MODELS,
         "pp=4": ("bert",),
     },
 }
 # Combinations that a documented limit refuses, each with the text of the error.
-REFUSED: dict[tuple[str, str], str] = {
-    **{(model, "pp=2,sequence=2"): "sequences cannot be divided in a pipeline yet" for model in TOKEN_MODELS},
-    **{(model, "pp=2,space=2"): "space and pp cannot divide one model together" for model in IMAGE_MODELS},
-}
+REFUSED: dict[tuple[str, str], str] = {}
 DROPOUT, NO_DROPOUT = "0.1", "0.0"
 
 

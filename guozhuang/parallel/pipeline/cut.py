@@ -28,6 +28,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ...errors import UsageError, explain, rank_table
+from ..activations.tensor import DividedTensor, local_of
+from ..axes import WHOLE, Around
 from .forwards.intercept import intercepted
 from .forwards.stage import Microbatch
 from .schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, make_schedule, most_in_flight, simulate
@@ -62,6 +64,7 @@ def measure(
     units: Mapping[str, nn.Module],
     microbatches: Sequence[Microbatch],
     shapes: Mapping[str, Hashable] = MappingProxyType({}),
+    around: Around = WHOLE,
 ) -> list[list[CallCost]]:
     """Run the model on microbatches, and return for each the cost of each call in the order of the calls.
 
@@ -74,9 +77,10 @@ def measure(
         units: by name.
         microbatches: of different sizes.
         shapes: of what each call returns, by its name; a call without them is run.
+        around: divides the samples themselves.
     """
     with _unchanged(model):
-        return [_measured(model, units, each, shapes, 1 if i else 2) for i, each in enumerate(microbatches)]
+        return [_measured(model, units, each, shapes, around, 1 if i else 2) for i, each in enumerate(microbatches)]
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ def _measured(
     units: Mapping[str, nn.Module],
     microbatch: Microbatch,
     shapes: Mapping[str, Hashable],
+    around: Around,
     num_runs: int,
 ) -> list[CallCost]:
     found: list[CallCost] = []
@@ -113,7 +118,8 @@ def _measured(
 
     kinds = {id(unit): type(unit) for unit in units.values()}
     with torch.enable_grad(), intercepted(units, on_call):
-        model(*microbatch.args, **microbatch.kwargs)
+        args, kwargs = around.inputs(microbatch.args, microbatch.kwargs)
+        around.outputs(model(*args, **kwargs))
     return found
 
 
@@ -128,14 +134,13 @@ def _run_timed(name: str, unit: nn.Module, proceed: Callable[..., Any], args: An
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    args, kwargs = pytree.tree_map(_detached, (args, kwargs))
-    given_args, given_kwargs = pytree.tree_map(_fresh, (args, kwargs))
+    leaves: list[Tensor] = []
+    args, kwargs = pytree.tree_map(lambda leaf: _fresh(_detached(leaf, leaves)), (args, kwargs))
     began_s = now_s()
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = proceed(*given_args, **given_kwargs)
-    roots = [each for each in pytree.tree_leaves(output) if _has_graph(each)]
-    leaves = [each for each in pytree.tree_leaves((args, kwargs)) if _has_graph(each)]
-    weights = [p for p in unit.parameters() if p.requires_grad]
+        output = proceed(*args, **kwargs)
+    roots = [local_of(each) for each in pytree.tree_leaves(output) if _has_graph(each)]
+    weights: list[Tensor] = [p for p in unit.parameters() if p.requires_grad]
     forward_s = now_s() - began_s
     try:
         if roots and (leaves or weights):
@@ -149,8 +154,8 @@ def _run_timed(name: str, unit: nn.Module, proceed: Callable[..., Any], args: An
         began_s -= 2 * forward_s
     seconds = now_s() - began_s
     num_bytes = sum(p.numel() * p.itemsize for p in unit.parameters())
-    output = pytree.tree_map(_detached, output)
-    returned = sum(each.nbytes for each in pytree.tree_leaves(output) if isinstance(each, Tensor))
+    returned = sum(local_of(each).nbytes for each in pytree.tree_leaves(output) if isinstance(each, Tensor))
+    output = pytree.tree_map(lambda leaf: _detached(leaf, []), output)
     return _Alike(CallCost(name, seconds, num_bytes, sum(saved.values()), returned), output)
 
 
@@ -165,10 +170,12 @@ def _fresh(leaf: Any) -> Any:
     return leaf * 1 if leaf.requires_grad else leaf.clone()
 
 
-def _detached(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+def _detached(leaf: Any, leaves: list[Tensor]) -> Any:
+    """Return a tensor without its graph; one with a graph as a leaf, of which this rank's part is added to a list."""
+    if not _has_graph(leaf):
         return leaf
-    return leaf.detach().requires_grad_()
+    leaves.append(local_of(leaf).detach().requires_grad_())
+    return leaf.like(leaves[-1]) if isinstance(leaf, DividedTensor) else leaves[-1]
 
 
 def now_s() -> float:

@@ -22,6 +22,8 @@ from torch.autograd.graph import get_gradient_edge
 from guozhuang.gradients.output_hooks import OutputHook, is_traced
 from guozhuang.gradients.products import ProductOperands, replace_backward
 
+from ..activations.tensor import DividedTensor, local_of
+
 
 class _Deferred:
     """The products of one microbatch in one stage of which the weights' gradients are to be computed later."""
@@ -141,7 +143,9 @@ class _DeferringHook(OutputHook):
             return None
         if bias is not None and bias.requires_grad and not _is_free(bias):
             return None
-        return replace_backward(output, args[0], weight, bias, _Taker(deferred, weight, bias))
+        taker = _Taker(deferred, weight, bias)
+        found = replace_backward(local_of(output), local_of(args[0]), weight, bias, taker)
+        return output.like(found) if isinstance(output, DividedTensor) and found is not None else found
 
 
 def _is_free(parameter: Any) -> bool:

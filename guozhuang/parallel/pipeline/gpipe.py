@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import UsageError, explain
 from ...groups.subgroups import subgroup
-from ..axes import Axes
+from ..axes import WHOLE, Around, Axes
 from .forwards.batch_norm import BatchStatistics
 from .forwards.stage import Microbatch, PassingForward
 from .plan import StagePlan, StagePlans, without_caches
@@ -60,6 +60,7 @@ class GPipe:
         num_microbatches: into how many parts a batch is cut; None: chosen.
         schedule: the order of :meth:`step`; calls have GPipe's order.
         loss: for :meth:`step`.
+        around: divides the samples themselves, within each stage.
 
     Attributes:
         at_backward_end: called once on every rank when a backward has ended that went through the pipeline.
@@ -73,12 +74,13 @@ class GPipe:
         num_microbatches: int | None = None,
         schedule: str = "gpipe",
         loss: PartLoss | None = None,
+        around: Around = WHOLE,
     ) -> None:
         group = axes.group("pp")
         assert group is not None, "a pipeline has several ranks"
         self.model, self.group = model, group
         count = stages_per_rank(schedule, group.size(), cut)
-        self.plans = StagePlans(model, group, cut, schedule, count, num_microbatches, axes.everyone)
+        self.plans = StagePlans(model, group, cut, schedule, count, num_microbatches, axes.everyone, around)
         self.num_steps, self._loss = 0, loss
         self.at_backward_end: Callable[[], None] | None = None
         self.statistics = BatchStatistics([model])
@@ -288,6 +290,7 @@ def divide_pipeline(
     num_microbatches: int | None = None,
     schedule: str | None = None,
     loss: Callable[..., Any] | None = None,
+    around: Around = WHOLE,
 ) -> GPipe:
     """Divide a model into the stages of a pipeline. Every rank of the group must call it.
 
@@ -298,13 +301,14 @@ def divide_pipeline(
         num_microbatches: into how many parts a batch is cut; None: chosen.
         schedule: the name of the schedule; None: chosen.
         loss: for ``step``.
+        around: divides the samples themselves, within each stage.
 
     Raises:
         UsageError: the model has no parts to cut between, or the schedule is another one than "gpipe".
     """
     if schedule is None:
         schedule = "gpipe" if loss is None else "1f1b"
-    return GPipe(model, axes, cut, num_microbatches, schedule, loss)
+    return GPipe(model, axes, cut, num_microbatches, schedule, loss, around)
 
 
 def stages_per_rank(schedule: str, num_ranks: int, cut: Sequence[str] | None) -> int:

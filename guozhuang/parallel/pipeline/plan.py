@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ...errors import UsageError, explain
 from ...world import current
 from ...world.machine import available_bytes
+from ..axes import WHOLE, Around
 from ..division import disown
 from ..random import Draws
 from .blocks import find_units
@@ -84,6 +85,7 @@ class StagePlans:
         stages_per_rank: number of stages of each rank.
         num_microbatches: into how many parts a batch is cut; None: chosen. See [Note: the number of microbatches] in cut.py.
         everyone: all ranks of the layout, which cut alike.
+        around: divides the samples themselves, within each stage.
 
     Attributes:
         units: the units of the model, by name.
@@ -104,8 +106,9 @@ class StagePlans:
         stages_per_rank: int,
         num_microbatches: int | None,
         everyone: dist.ProcessGroup,
+        around: Around = WHOLE,
     ) -> None:
-        self.model, self.group, self._everyone = model, group, everyone
+        self.model, self.group, self._everyone, self._around = model, group, everyone, around
         self._num_microbatches = num_microbatches
         self._usual_number = _USUAL_PER_RANK * group.size()
         # With BatchNorm the result depends on the microbatches, so their number must not depend on a measured time.
@@ -160,7 +163,11 @@ class StagePlans:
                 raise UsageError(explain(what, value=lost[0], fix="use inputs of one kind from the first step on"))
             routes = route(calls, stage_of, self.num_stages, self.outputs.opaque)
             stages = {
-                i: Stage(self.model, self.units, self.outputs, routes, draws, i, self.num_stages, runs_tail=runs_tail)
+                i: Stage(
+                    *(self.model, self.units, self.outputs, routes, draws, i, self.num_stages),
+                    runs_tail=runs_tail,
+                    around=self._around,
+                )
                 for i, draws in self.draws.items()
             }
             device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -319,7 +326,7 @@ class StagePlans:
         told: list[Any] = [None]
         if self.group.rank() == 0:  # other axes divide operations, which all of their ranks have to take part in
             shapes = {call.name: call.shapes for call in calls.calls}
-            costs = measure(self.model, self.units, list(sizes.values()), shapes)
+            costs = measure(self.model, self.units, list(sizes.values()), shapes, self._around)
             told = [(tuple(map(tuple, costs)), available_bytes())]
         dist.broadcast_object_list(told, group=self._everyone, group_src=0)
         costs, available = told[0]

@@ -253,7 +253,7 @@ class Draws:
             pattern: Pattern = ()
             if self._microbatch is not None and self._microbatch[0] != slice(0, self._microbatch[1]):
                 rows = self._microbatch[0]
-                pattern = self._rows.of(op.name, shape, rows.stop - rows.start)
+                pattern = self._rows.of(op.name, whole, rows.stop - rows.start)
             if not parts and self._microbatch is None:
                 found = func(*args, **kwargs)
             else:
@@ -286,7 +286,8 @@ class Draws:
             raise UsageError(explain(what, value=tuple(shape), fix="choose outside of the model's forward"))
 
         def own(tensor: Tensor) -> Tensor:
-            for dim, factor in pattern:
+            for dim, _ in pattern:
+                factor = tensor.shape[dim] // num_rows  # for this rank's part of what was merged into rows
                 tensor = tensor.narrow(dim, factor * rows.start, factor * length)
             return tensor
 
@@ -297,7 +298,7 @@ class Draws:
             own(take(tensor, parts)).copy_(local)
             return tensor
 
-        key = _key(op, generator, whole, args)
+        key = (*_key(op, generator, whole, args), *parts)  # microbatches may be divided in different ways
         kept = self._kept.get(key) if self._microbatch is not None else None
         if kept is None:
             drawn = take(op.draw(func, args, kwargs, whole, fill), parts)
@@ -415,5 +416,5 @@ class _Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         op = operation(func)
         if op is not None and op.kind not in ("kernel", "unknown"):
-            self._seen.append((op.name, op.shape(func, args, kwargs or {})))
+            self._seen.append((op.name, parts_of(op.shape(func, args, kwargs or {}), declared())[1]))
         return func(*args, **(kwargs or {}))

@@ -74,7 +74,7 @@ def divide_sequence(model: nn.Module, axes: Axes, attention: str = "auto") -> Ar
             module.register_forward_pre_hook(call.divide_ids)
     # Before whoever wraps the model sees its outputs, such as data parallelism around it.
     model.register_forward_hook(_whole_after)
-    return Around(call.begin, call.end)
+    return Around(call.begin, call.end, team)
 
 
 def _whole_after(model: nn.Module, args: Any, outputs: Any) -> Any:
@@ -144,6 +144,8 @@ class _ModelCall:
         ids = args[0] if args else None
         if not isinstance(ids, Tensor) or isinstance(ids, DividedTensor) or ids.dim() != 2 or self.team.in_blocks:
             return args
+        if ids.is_meta:
+            return args
         return args if ids.shape[1] < self.team.size else (self._part(ids, 1, self.team.spans(ids.shape[1])), *args[1:])
 
     def _part(self, whole: Tensor, dim: int, spans: SpansOfRanks) -> Tensor:
@@ -159,19 +161,22 @@ class _Entry:
         self._call, self._name, self._dim = call, name, dim
 
     def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        first = next((key for key, value in kwargs.items() if isinstance(value, Tensor)), "")
+        hidden = args[0] if args else kwargs.get(first)
+        if isinstance(hidden, Tensor) and hidden.is_meta:  # a pipeline asks what the whole output looks like
+            return args, kwargs
         self._call.team.in_blocks.append(self._name)
+        hidden = self._call.divide(hidden, self._name, self._dim)
         if args:
-            return (self._call.divide(args[0], self._name, self._dim), *args[1:]), kwargs
-        first = next((key for key, value in kwargs.items() if isinstance(value, Tensor)), None)
-        if first is not None:
-            kwargs = {**kwargs, first: self._call.divide(kwargs[first], self._name, self._dim)}
-        return args, kwargs
+            return (hidden, *args[1:]), kwargs
+        return args, {**kwargs, first: hidden} if first else kwargs
 
     def after(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         team = self._call.team
+        if team.in_blocks[-1:] != [self._name]:  # a pipeline has passed over this call
+            return
         first = output[0] if isinstance(output, tuple | list) and output else output
         is_lost = isinstance(first, Tensor) and not isinstance(first, DividedTensor)
         if args and isinstance(args[0], DividedTensor) and is_lost:
             team.refuse_model(f"a function of {type(block).__qualname__} that torch does not announce")
-        if team.in_blocks:
-            team.in_blocks.pop()
+        team.in_blocks.pop()

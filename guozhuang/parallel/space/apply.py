@@ -33,20 +33,14 @@ def divide_space(model: nn.Module, axes: Axes) -> Around:
     Gradients of parameters are this rank's share: their mean over the ranks of the axis is the whole model's.
 
     Raises:
-        UsageError: the model has no convolution, or a ``SyncBatchNorm``; or the layout has stages or divided sequences too.
+        UsageError: the model has no convolution, or a ``SyncBatchNorm``; or the layout has divided sequences too.
     """
     group = axes.group("space")
-    if group is None:
-        return Around(lambda args, kwargs: (args, dict(kwargs)), lambda result: result)
-    for other in ("pp", "sequence"):
-        if axes.size(other) > 1:
-            raise UsageError(
-                explain(
-                    f"space and {other} cannot divide one model together",
-                    value=str(axes.layout),
-                    fix="leave one of the two out of the layout; dp and tp go with space",
-                )
-            )
+    assert group is not None, axes.layout
+    if axes.size("sequence") > 1:
+        what = "space divides activations by rows of images and sequence by tokens, so they cannot divide one model together"
+        fix = "leave one of the two out of the layout; pp, dp and tp go with either"
+        raise UsageError(explain(what, value=str(axes.layout), fix=fix))
     region = Region(group, _num_dims(model))
     names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if names:
@@ -71,7 +65,7 @@ def divide_space(model: nn.Module, axes: Axes) -> Around:
 
     # Before whoever wraps the model sees its outputs, such as data parallelism around it.
     model.register_forward_hook(_whole_after)
-    return Around(inputs, outputs)
+    return Around(inputs, outputs, region)
 
 
 def _whole_after(module: nn.Module, args: Any, result: Any) -> Any:

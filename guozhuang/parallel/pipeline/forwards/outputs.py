@@ -211,7 +211,11 @@ def _as_without_autocast(leaves: list[Any], weights: Iterable[Tensor]) -> list[A
 
 
 def _to_meta(leaf: Any) -> Any:
-    return torch.empty_like(leaf, device="meta", requires_grad=False) if isinstance(leaf, Tensor) else leaf
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if type(leaf) in (Tensor, nn.Parameter):
+        return torch.empty_like(leaf, device="meta", requires_grad=False)
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")  # of a part this is the whole
 
 
 def _state_of(unit: nn.Module) -> list[tuple[nn.Module, dict[str, Any], dict[str, Any]]]:

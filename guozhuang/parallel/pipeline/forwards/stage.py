@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ....errors import UsageError, explain
+from ...activations.tensor import DividedTensor, local_of
+from ...axes import WHOLE, Around
 from ...random import Draws
 from .calls import Routes, Value
 from .intercept import intercepted
@@ -75,6 +77,7 @@ class Stage:
         index: of this stage.
         num_stages: of the pipeline.
         runs_tail: the last stage runs the model's forward to its end, and its result is what the model returns.
+        around: divides the samples themselves; what is sent are this rank's parts.
     """
 
     def __init__(
@@ -88,7 +91,12 @@ class Stage:
         num_stages: int,
         *,
         runs_tail: bool = False,
+        around: Around = WHOLE,
     ) -> None:
+        self._around = around
+        # By source stage, which parts it has last sent; by destination, which ones were last sent there.
+        self._came: dict[int, list[tuple[int, ...]]] = {}
+        self._went: dict[int, list[tuple[int, ...]]] = {}
         self._model, self._units, self._outputs, self._routes, self.index = model, units, outputs, routes, index
         self.draws = draws
         self._is_last, self._runs_tail = index == num_stages - 1, runs_tail and index == num_stages - 1
@@ -115,8 +123,9 @@ class Stage:
             self.draws.begin()
         for source, tensors in received.items():
             values = self.receives[source]
-            given.update((v, t) for v, t in zip(values, tensors, strict=False) if t is not None)
-            if is_first and source == self.index - 1 and (state := tensors[len(values)]) is not None:
+            mine = self._from_local(source, tensors[: len(values)], tensors[len(values)], is_first)
+            given.update((v, t) for v, t in zip(values, mine, strict=True) if t is not None)
+            if is_first and source == self.index - 1 and (state := tensors[len(values) + 1]) is not None:
                 self.draws.set_state(state)
         kept = dict(given)
         result = None
@@ -126,16 +135,43 @@ class Stage:
                 forward = PassingForward(
                     self._units, self._outputs, self._routes, self.draws, self._own, given, self._crossing
                 )
-                found = forward.run(self._model, microbatch.args, microbatch.kwargs, end)
+                args, kwargs = self._around.inputs(microbatch.args, microbatch.kwargs)
+                found = forward.run(self._model, args, kwargs, end)
                 kept.update(forward.kept)
                 result = found if self._runs_tail else None
         if self._is_last and not self._runs_tail:
             result = [kept[value] for value in self._routes.result]
+        result = self._around.outputs(result)
         sends: dict[int, list[Tensor | None]]
-        sends = {target: [kept.get(value) for value in values] for target, values in self.sends.items()}
+        sends = {
+            target: self._to_local(target, [kept.get(value) for value in values], is_first)
+            for target, values in self.sends.items()
+        }
         if is_first and not self._is_last:
             sends[self.index + 1].append(self.draws.state())
         return StageOutput(sends, result)
+
+    def _to_local(self, target: int, tensors: Sequence[Tensor | None], is_first: bool) -> list[Tensor | None]:
+        """Return a message: this rank's parts, and which parts they are, if those of the last message were others."""
+        told = [each.place.numbers if isinstance(each, DividedTensor) else () for each in tensors]
+        before, self._went[target] = [()] * len(told) if is_first else self._went[target], told
+        words = [word for numbers in told for word in (len(numbers), *numbers)]
+        return [*map(local_of, tensors), torch.tensor(words, dtype=torch.int64) if told != before else None]
+
+    def _from_local(
+        self, source: int, tensors: Sequence[Tensor | None], told: Tensor | None, is_first: bool
+    ) -> list[Tensor | None]:
+        """Return what a message of :meth:`_to_local` was made of."""
+        if is_first:
+            self._came[source] = [()] * len(tensors)
+        if told is not None:
+            words = iter(told.tolist())
+            self._came[source] = [tuple(next(words) for _ in range(count)) for count in words]
+        ranks = self._around.ranks
+        return [
+            DividedTensor(local, ranks.place(numbers)) if local is not None and numbers and ranks is not None else local
+            for local, numbers in zip(tensors, self._came[source], strict=True)
+        ]
 
     def around_backward(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         """Return a context in which the backward of a microbatch runs, of which activation checkpointing is a part."""
