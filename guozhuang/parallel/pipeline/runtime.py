@@ -185,6 +185,8 @@ class PipelineRun:
     def __init__(self, runtime: PipelineRuntime, microbatches: Sequence[Any], number: int) -> None:
         self._runtime, self._microbatches, self._number = runtime, microbatches, number
         self._schedule = runtime.schedule(len(microbatches))
+        # The places of (stage, microbatch) whose backward is divided.
+        self._divided = {each[1:] for each in self._schedule.half(INPUTS, runtime.rank)}
         self._held: dict[tuple[int, int], _InFlight] = {}
         self._weights_left: list[tuple[int, int]] = []
         self._around_backwards: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -343,8 +345,8 @@ class PipelineRun:
             runtime.transfers.send(StageMessage(GRADIENTS, stage, source, k), back, action.in_words)
 
     def _weights_later(self, stage: int, k: int) -> contextlib.AbstractContextManager[Any]:
-        weights = self._runtime.weights
-        return contextlib.nullcontext() if weights is None else weights.of((stage, k))
+        weights, is_divided = self._runtime.weights, (stage, k) in self._divided
+        return weights.of((stage, k)) if weights is not None and is_divided else contextlib.nullcontext()
 
     def _compute_weights(self, action: Action) -> None:
         """Compute gradients of weights at the place that the schedule has for them, unless a wait was used for them before."""

@@ -157,9 +157,15 @@ def _interleaved(rank: int, p: int, m: int, v: int) -> list[Action]:
 def _zero_bubble(rank: int, p: int, m: int) -> list[Action]:
     """Return the list of 1f1b with divided backwards; stage s computes gradients of weights s microbatches later.
 
-    So a stage holds the activations of p microbatches at most: p - s until the gradients of inputs, and s longer.
+    So a stage holds the activations of p microbatches at most: p - s until the gradients of inputs, and s longer. Dividing a
+    backward costs time, so it is done only where a stage would wait otherwise: the first stage divides none, and the last one
+    the first p - 1, whose other halves fill its end, and the very last one. The step is as short as if all were divided.
     """
     forwards = [Action(FORWARD, rank, k) for k in range(m)]
+    if rank in (0, p - 1):
+        divided = [] if rank == 0 else [k for k in range(m) if k < p - 1 or k == m - 1]
+        backwards = [Action(INPUTS if k in divided else BACKWARD, rank, k) for k in range(m)]
+        return _alternate(forwards, backwards, p - rank - 1) + [Action(WEIGHTS, rank, k) for k in divided]
     actions, num_weights = [], 0
     in_turn = _alternate(forwards, [Action(INPUTS, rank, k) for k in range(m)], p - rank - 1)
     for action in in_turn:
