@@ -211,6 +211,7 @@ class Draws:
     @contextlib.contextmanager
     def _in_forward(self, is_training: bool, microbatch: tuple[slice, int] | None) -> Iterator[None]:
         assert not self._watch.is_forward, "a forward in a forward"
+        self._watch.begin()
         self._watch.is_forward, self._microbatch = True, microbatch
         self._is_looking = not self._is_settled[is_training]
         self._last, num_before = self._states(), self._watch.num_found

@@ -37,11 +37,18 @@ class Watch:
         self.is_forward = False
         self._mode = mode
         self._is_entered = False
+        self._hooked: set[nn.Module] = set()
         # Modules that were seen to draw though no probability of theirs told.
         self._draw_untold: set[nn.Module] = set()
         for each in module.modules():
             if isinstance(each, _DRAWING):
-                self.add(each)
+                self._add(each)
+
+    def begin(self) -> None:
+        """Begin a forward: have hooks on the modules that may draw in it. A module that never does costs no time for them."""
+        for module in self.modules:
+            if module not in self._hooked and self._draws(module):
+                self._hook(module)
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
@@ -56,12 +63,14 @@ class Watch:
         finally:
             self._is_entered = False
 
-    def add(self, module: nn.Module) -> None:
+    def _add(self, module: nn.Module) -> None:
+        if module not in self.modules:
+            self.modules[module] = ()
+            self.num_found += 1
+
+    def _hook(self, module: nn.Module) -> None:
         """Watch a module from its next call on."""
-        if module in self.modules:
-            return
-        self.modules[module] = ()
-        self.num_found += 1
+        self._hooked.add(module)
         entered: list[contextlib.ExitStack | None] = []
 
         def before(called: nn.Module, args: Any) -> None:
@@ -79,7 +88,7 @@ class Watch:
                 stack.enter_context(self.looking())
 
         def after(called: nn.Module, args: Any, output: Any) -> None:
-            stack = entered.pop() if entered else None  # none if the module was added in this very call
+            stack = entered.pop() if entered else None  # none if it got its hooks in this very call
             if stack is not None:
                 stack.close()
 
@@ -94,7 +103,10 @@ class Watch:
                 if is_recomputed:
                     what = "a function that torch.utils.checkpoint runs draws random numbers outside of any module"
                     raise UsageError(explain(what, value=type(module).__name__, fix="give checkpoint a module"))
-                self.add(module)
+                self._add(module)
+                if module not in self._hooked:
+                    self._hook(module)
+                    self.num_found += 1
                 if not self._draws(module):
                     self._draw_untold.add(module)
                     self.num_found += 1

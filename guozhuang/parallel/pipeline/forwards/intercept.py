@@ -57,7 +57,8 @@ def intercepted(units: Mapping[str, nn.Module], on_call: OnCall) -> Iterator[Non
         finally:
             is_inside = False
 
-    with contextlib.ExitStack() as stack:
+    kinds: list[tuple[nn.Module, type]] = []
+    try:
         for name, unit in units.items():
             kind = type(unit)
             try:
@@ -66,10 +67,13 @@ def intercepted(units: Mapping[str, nn.Module], on_call: OnCall) -> Iterator[Non
                 what = f"a pipeline cannot be cut at {name}, because Python cannot extend its class"
                 fix = "give the module itself, not a scripted one"
                 raise UsageError(explain(what, value=kind.__name__, fix=fix)) from error
-            stack.callback(object.__setattr__, unit, "__class__", kind)
+            kinds.append((unit, kind))
             unit.__dict__[_RUN] = functools.partial(called, name, unit)
-            stack.callback(unit.__dict__.pop, _RUN)
         yield
+    finally:
+        for unit, kind in reversed(kinds):
+            del unit.__dict__[_RUN]
+            object.__setattr__(unit, "__class__", kind)
 
 
 def _watched_class(kind: type) -> type:

@@ -61,7 +61,10 @@ class UnitOutputs:
         """
         if name in self.opaque:
             return self.opaque[name]
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves: list[Any] = [*args, *kwargs.values()]
+        spec: Any = len(args), *kwargs
+        if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
+            leaves, spec = pytree.tree_flatten((args, kwargs))
         try:
             key = (name, unit.training, spec, tuple(map(_signature, leaves)))
             known = self._known.get(key)

@@ -208,6 +208,7 @@ class PassingForward:
     ) -> None:
         self._units, self._outputs, self._routes, self._draws, self._own = units, outputs, routes, draws, own
         self._given, self._crossing, self._pieces = given, crossing, pieces or {}
+        self._crossing_calls = {value.call for value in crossing}
         self._device = torch.device("cpu")
         self._position = 0
         self._end: str | None = None
@@ -235,7 +236,8 @@ class PassingForward:
         if name in self._own:
             with self._draws.unit(own=True):
                 found = proceed(*args, **kwargs)
-            self._keep(name, found)
+            if name in self._crossing_calls:
+                self._keep(name, found)
             if name == self._end:
                 raise _ForwardEnds
             return found
