@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import UsageError, explain
+from .spans import Span, SpansOfRanks, take
 
 _ATTRIBUTE = "_guozhuang_division"
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,7 @@ def part(whole_tensor: Tensor, division: Division) -> Tensor:
         return whole_tensor.new_empty(0)
     if division.dim is None:
         return whole_tensor
-    pieces = [whole_tensor.narrow(division.dim, start, stop - start) for start, stop in division.spans]
-    return torch.cat(pieces, division.dim) if pieces else whole_tensor.narrow(division.dim, 0, 0).clone()
+    return take(whole_tensor, division.dim, division.spans).clone(memory_format=torch.contiguous_format)
 
 
 def whole(tensor: Tensor, division: Division) -> Tensor:
@@ -157,19 +156,7 @@ def _joined(mine: Tensor, division: Division) -> Tensor:
     group, dim = division.group, division.dim
     assert group is not None and dim is not None
     everyones = _spans_of_all(division)
-    lengths = [sum(stop - start for start, stop in spans) for spans in everyones]
-    rows = mine.movedim(dim, 0).contiguous()
-    padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded, group=group)
-    found = rows.new_empty((division.shape[dim], *rows.shape[1:]))
-    for spans, given in zip(everyones, parts, strict=True):
-        place = 0
-        for start, stop in spans:
-            found[start:stop] = given[place : place + stop - start]
-            place += stop - start
-    return found.movedim(0, dim).contiguous()
+    return SpansOfRanks(division.shape[dim], tuple(everyones)).gathered(mine, dim, group)
 
 
 def _spans_of_all(division: Division) -> list[tuple[Span, ...]]:

@@ -355,24 +355,12 @@ _torchs_total_norm = clip_grad._get_total_norm
 
 def _later(package: str, name: str) -> Callable[..., Any]:
     """Return a function of a package that is imported at its first use only."""
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{package}"), name)
-    except (ImportError, AttributeError):
-        what = f"this version of Guozhuang cannot divide a model by {package} yet"
-        raise UsageError(explain(what, value=name, fix="choose another layout")) from None
+    found: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{package}"), name)
     return found
 
 
 def draw_alike(axes: Axes, device: torch.device) -> None:
     """Give the ranks that hold one copy of the model the same random numbers from now on: those of the first of them."""
     group = axes.group("pp", "space", "sequence", "tp")
-    if group is None:
-        return
-    state = torch.get_rng_state()
-    sent = state.to(device)
-    dist.broadcast(sent, group=group, group_src=0)
-    torch.set_rng_state(sent.cpu())
-    if device.type != "cpu":
-        seed = torch.randint(1 << 62, (1,))  # equal on all these ranks from here on
-        torch.get_device_module(device).manual_seed(int(seed))
-        torch.set_rng_state(sent.cpu())
+    if group is not None:
+        align(group, device)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from guozhuang.errors import UsageError
-from guozhuang.parallel.activations.spans import SpansOfRanks
 from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.sequence.divide import divide_sequence
+from guozhuang.parallel.spans import SpansOfRanks
 from guozhuang.world.layout import Layout
 
 from .ranks import run_threads

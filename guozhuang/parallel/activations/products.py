@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from .spans import SpansOfRanks
+from ..spans import SpansOfRanks
 from .tensor import DividedTensor, Place, Ranks, cut_where_it_meets, handles, whole_of
 
 

@@ -31,9 +31,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from typing_extensions import override
 
 from ...errors import UsageError, explain
-from ...world.versions import all_gather_single, reduce_scatter_single
+from ...world.versions import reduce_scatter_single
+from ..spans import Span, SpansOfRanks
 from .names import DESCRIBES, is_elementwise, name_of
-from .spans import Span, SpansOfRanks
 
 #: Takes an operation and its arguments, and returns the result, or NotImplemented for arguments that it is not for.
 Handler = Callable[..., Any]
@@ -88,15 +88,7 @@ class Ranks(abc.ABC):
 
     def gathered(self, local: Tensor, dim: int, spans: SpansOfRanks) -> Tensor:
         """Return the whole of a divided tensor, without a gradient. Every rank must call it."""
-        most, shape = max(spans.counts), list(local.shape)
-        given, shape[dim] = local.contiguous(), most
-        if local.shape[dim] < most:
-            given = local.new_zeros(shape)
-            given.narrow(dim, 0, local.shape[dim]).copy_(local)
-        everyones = given.new_empty(self.size, *shape)
-        if not local.is_meta:
-            all_gather_single(everyones.view(-1), given.view(-1), group=self.group)
-        return spans.joined(everyones.unbind(0), dim).contiguous(memory_format=memory_format(local))
+        return spans.gathered(local, dim, self.group).contiguous(memory_format=memory_format(local))
 
     def summed_part(self, whole: Tensor, dim: int, spans: SpansOfRanks) -> Tensor:
         """Return this rank's part of the sum of all ranks' ``whole``. Every rank must call it."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Span = tuple[int, int]
+from .. import spans
+from ..spans import Span
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,6 @@ def take(whole: Tensor, parts: Iterable[DividedDim]) -> Tensor:
         is_merged = whole.shape[part.dim] != part.whole
         tensor = whole.unflatten(part.dim, (-1, part.whole)) if is_merged else whole
         dim = part.dim + is_merged
-        pieces = [tensor.narrow(dim, start, stop - start) for start, stop in part.spans]
-        tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [tensor.narrow(dim, 0, 0)], dim)
+        tensor = spans.take(tensor, dim, part.spans)
         whole = tensor.flatten(part.dim, dim) if is_merged else tensor
     return whole

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ...errors import UsageError, explain
 from ..activations.products import autocast
-from ..activations.spans import Span
 from ..activations.tensor import DividedTensor, Place, cut_where_it_meets, handles, whole_of
 from ..random import divided as draws_part
+from ..spans import Span
 from .kernels import Tile
 from .ring import RingOfKeys, ring_attention
 from .team import Team, to_heads, to_tokens

@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_map
 
 from ...errors import UsageError, explain
 from ...groups.subgroups import twin
-from ..activations.spans import SpansOfRanks
 from ..activations.tensor import DividedTensor, Place, whole_output
 from ..axes import Around, Axes, with_mean_gradient
 from ..pipeline.blocks import find_blocks
+from ..spans import SpansOfRanks
 from . import attention as _attention  # noqa: F401 (importing it registers what it knows)
 from .team import Team
 

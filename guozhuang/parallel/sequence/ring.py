@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from ..activations.spans import Span, SpansOfRanks
+from ..spans import Span, SpansOfRanks
 from . import kernels
 from .kernels import Tile
 from .team import Team

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from ...errors import UsageError, explain
 from ..activations.names import changes_in_place
-from ..activations.spans import SpansOfRanks
 from ..activations.tensor import DividedTensor, Handler, Ranks, all_whole, divided_among, handles
+from ..spans import SpansOfRanks
 
 
 class Team(Ranks):

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..activations.spans import parts
 from ..activations.tensor import DividedTensor
+from ..spans import parts
 from .exchange import add_shares, receive
 from .ranges import RowPlan, SlidingWindow, TransposedWindow
 from .region import Region, handles_rows

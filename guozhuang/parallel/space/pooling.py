@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..activations.spans import parts
 from ..activations.tensor import DividedTensor, whole_of
+from ..spans import parts
 from .exchange import assemble, give_back, receive, total
 from .ranges import RowPlan, SlidingWindow
 from .region import Region, handles_rows, made_of_rows

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..activations.spans import Span, parts
+from ..spans import Span, parts
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..activations.spans import Span, parts
 from ..activations.tensor import DividedTensor
+from ..spans import Span, parts
 from .exchange import fetch
 from .ranges import ranges_plan
 from .region import handles_rows, made_of_rows

@@ -8,9 +8,9 @@ from typing import Any
 import torch.nn.functional as F
 
 from ..activations.elementwise import dims_of, mark_lost
-from ..activations.spans import parts
 from ..activations.tensor import DividedTensor
 from ..activations.views import index_of
+from ..spans import parts
 from .exchange import extreme, fetch, total
 from .ranges import RowPiece, padded_rows, ranges_plan, rows_plan
 from .region import handles_rows, made_of_rows

@@ -106,7 +106,7 @@ def _divide_pair(pair: Found, parts: Mapping[str, Any], cutter: Cutter) -> None:
     last = parts[pair.rows]
     width, num_outputs = num_features(last)
     outside = {num_outputs, *(num_features(parts[name])[0] for name in pair.columns)}
-    if width < cutter.num_ranks or (pair.calls_dropout and outside & set(cutter.sizes(width))):
+    if width < cutter.num_ranks or (pair.calls_dropout and outside & set(cutter.spans_of_all(width).counts)):
         return  # too narrow; or what the owner draws before or behind the pair could not be told from what it draws between
     part = (feature_dim(last), cutter.spans(width), width)
     for name in pair.columns:
@@ -190,9 +190,9 @@ def _divided_features(
         ends = {
             num_features(held[name])[1] for name, word in named.items() if word == "rows" and can_be_divided(held[name])
         } | {num_features(layer)[0] for layer in layers}
-        if owner and set(named.values()) == {"columns", "rows"} and not ends & set(cutter.sizes(width)):
+        if owner and set(named.values()) == {"columns", "rows"} and not ends & set(cutter.spans_of_all(width).counts):
             draws(parts[owner], found[owner])
-        elif len(set(cutter.sizes(width))) > 1 and not any(
+        elif len(set(cutter.spans_of_all(width).counts)) > 1 and not any(
             word == "columns" and isinstance(parts[name], nn.Dropout) and name.rpartition(".")[0] == owner
             for name, word in words.items()
         ):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..random import divided
+from ..spans import SpansOfRanks
 from . import functions
 from .layers import Cutter, TensorRegion, can_be_divided, check_heads, holds_parameters, rows
 
@@ -22,7 +23,7 @@ class DividedAttention(nn.MultiheadAttention):
 
     region: TensorRegion
     own_heads: tuple[int, int]
-    head_sizes: tuple[int, ...]
+    heads_of_all: SpansOfRanks
 
     @override
     def forward(
@@ -64,7 +65,7 @@ class DividedAttention(nn.MultiheadAttention):
         # As in PyTorch's own forward the output lies time first in memory, for the mask of a dropout behind it lies as it does.
         output = self.out_proj(heads.permute(2, 0, 1, 3).flatten(2))
         if weights is not None:
-            weights = functions.gathered(weights, 1, self.head_sizes, self.region.group)
+            weights = functions.gathered(weights, 1, self.heads_of_all, self.region.group)
             weights = weights.mean(1) if average_attn_weights else weights
         if not is_batched:
             return output.squeeze(1), None if weights is None else weights.squeeze(0)
@@ -136,6 +137,6 @@ def divide_attention(attention: nn.MultiheadAttention, cutter: Cutter, name: str
     divided.region = cutter.region
     cutter.layers.add(id(attention))
     rows(attention.out_proj, cutter, name=f"{name}.out_proj")
-    divided.head_sizes = cutter.sizes(attention.num_heads)
+    divided.heads_of_all = cutter.spans_of_all(attention.num_heads)
     (divided.own_heads,) = cutter.spans(attention.num_heads)
     attention.__class__ = DividedAttention

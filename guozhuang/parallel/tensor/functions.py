@@ -11,7 +11,6 @@ Source: Shoeybi et al. 2019, Megatron-LM, https://arxiv.org/abs/1909.08053, sect
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from typing_extensions import override
 
-from ...world import versions
+from ..spans import SpansOfRanks
 
 
 class _EnterRegion(torch.autograd.Function):
@@ -56,15 +55,14 @@ class _SumParts(torch.autograd.Function):
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, mine: Tensor, dim: int, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
-        return _gathered(mine, dim, sizes, group)
+    def forward(ctx: Any, mine: Tensor, dim: int, spans: SpansOfRanks, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.spans, ctx.group = dim, spans, group
+        return spans.gathered(mine, dim, group)
 
     @staticmethod
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        start = sum(ctx.sizes[: ctx.group.rank()])
-        return gradient.narrow(ctx.dim, start, ctx.sizes[ctx.group.rank()]), None, None, None
+        return ctx.spans.part(gradient, ctx.dim, ctx.group.rank()), None, None, None
 
 
 def enter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -89,26 +87,11 @@ def summed(addend: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _SumParts.apply(addend.contiguous(), group)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def gathered(mine: Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Join the ranks' parts of a tensor along ``dim``, of which rank r has ``sizes[r]``; every rank of the group must call it.
+def gathered(mine: Tensor, dim: int, spans: SpansOfRanks, group: dist.ProcessGroup) -> Tensor:
+    """Join the ranks' parts of a tensor along ``dim``; every rank of the group must call it.
 
     Backward takes this rank's part of the gradient, which is equal on all ranks because what was joined is.
     """
     if has_torch_function_unary(mine):
-        return handle_torch_function(gathered, (mine,), mine, dim, sizes, group)
-    return _GatherFeatures.apply(mine, dim % mine.dim(), tuple(sizes), group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _gathered(mine: Tensor, dim: int, sizes: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    if mine.is_meta:
-        return torch.cat([mine.new_empty(*mine.shape[:dim], size, *mine.shape[dim + 1 :]) for size in sizes], dim)
-    longest = max(sizes)
-    if mine.shape[dim] < longest:  # ranks with less fill up, because not every group gathers parts of several sizes
-        shape = list(mine.shape)
-        shape[dim] = longest
-        padded = mine.new_zeros(shape)
-        padded.narrow(dim, 0, mine.shape[dim]).copy_(mine)
-        mine = padded
-    parts = mine.new_empty(len(sizes), *mine.shape)
-    versions.all_gather_single(parts.view(-1), mine.contiguous().view(-1), group=group)
-    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts.unbind(0), sizes, strict=True)], dim)
+        return handle_torch_function(gathered, (mine,), mine, dim, spans, group)
+    return _GatherFeatures.apply(mine, dim % mine.dim(), spans, group)  # type: ignore[no-any-return, no-untyped-call]

@@ -20,9 +20,10 @@ from typing_extensions import override
 from ...errors import UsageError, explain
 from ..division import divide, division_of
 from ..random import divided, undivided
+from ..spans import Span, SpansOfRanks
 from . import functions
 
-Spans: TypeAlias = tuple[tuple[int, int], ...]
+Spans: TypeAlias = tuple[Span, ...]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear)
@@ -47,17 +48,15 @@ class Cutter:
         self.layers: set[int] = set()
         self.num_whole_elements = 0
 
-    def sizes(self, length: int) -> tuple[int, ...]:
-        """How many of ``length`` each rank has: the first ranks one more, where it does not divide."""
-        return tuple(length // self.num_ranks + (rank < length % self.num_ranks) for rank in range(self.num_ranks))
+    def spans_of_all(self, length: int) -> SpansOfRanks:
+        """Return the parts of all ranks; some have one more than others, where the length does not divide."""
+        return SpansOfRanks.in_order(length, self.num_ranks)
 
     def spans(self, length: int, num_pieces: int = 1) -> Spans:
-        """This rank's part of each of the ``num_pieces`` equal pieces that lie one after the other."""
-        sizes = self.sizes(length // num_pieces)
-        start = sum(sizes[: self.index])
-        return tuple(
-            (piece * sum(sizes) + start, piece * sum(sizes) + start + sizes[self.index]) for piece in range(num_pieces)
-        )
+        """Return this rank's part of each of the ``num_pieces`` equal pieces that lie one after the other."""
+        size = length // num_pieces
+        ((start, stop),) = self.spans_of_all(size).of_ranks[self.index]
+        return tuple((piece * size + start, piece * size + stop) for piece in range(num_pieces))
 
     def __call__(self, tensor: Tensor | None, dim: int, spans: Spans) -> None:
         """Keep these ranges of the tensor's dim; nothing is done for None, and for a tensor that was cut so already."""
@@ -113,15 +112,15 @@ class Columns:
     """Mixed into a layer of which each rank has some output features; its output is divided, or gathered if asked for."""
 
     region: TensorRegion
-    gathered_sizes: tuple[int, ...] | None = None
+    gathered_spans: SpansOfRanks | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's outputs of the whole input."""
-        if self.gathered_sizes is None:
+        if self.gathered_spans is None:
             return super().forward(self.region.enter(input))  # type: ignore[misc, no-any-return]
         # No rows follow, which would leave the region.
         divided: Tensor = super().forward(functions.enter(input, self.region.group))  # type: ignore[misc]
-        return functions.gathered(divided, feature_dim(self), self.gathered_sizes, self.region.group)
+        return functions.gathered(divided, feature_dim(self), self.gathered_spans, self.region.group)
 
 
 class Rows:
@@ -231,7 +230,7 @@ def columns(layer: Any, cutter: Cutter, *, num_pieces: int = 1, gathers: bool = 
     cutter.layers.add(id(layer))
     if gathers:
         assert num_pieces == 1
-        layer.gathered_sizes = cutter.sizes(num_outputs)
+        layer.gathered_spans = cutter.spans_of_all(num_outputs)
     if is_transposed(layer):
         layer.nf = own
     elif isinstance(layer, nn.Linear):

@@ -1,13 +1,16 @@
-"""Which part of a dimension each rank has. Arithmetic alone, but for cutting and joining tensors by it."""
+"""Which part of a dimension each rank has: the arithmetic, and how tensors are cut and joined by it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from ..world.versions import all_gather_single
 
 Span = tuple[int, int]
 
@@ -16,6 +19,12 @@ Span = tuple[int, int]
 def parts(size: int, num: int) -> tuple[Span, ...]:
     """Return (start, stop) of each of ``num`` parts; the longest has at most one entry more than the shortest."""
     return tuple((size * i // num, size * (i + 1) // num) for i in range(num))
+
+
+def take(whole: Tensor, dim: int, spans: Iterable[Span]) -> Tensor:
+    """Return these ranges of a dimension, one after the other; a view where they are one."""
+    pieces = [whole.narrow(dim, start, stop - start) for start, stop in spans]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [whole.narrow(dim, 0, 0)], dim)
 
 
 @dataclass(frozen=True)
@@ -50,15 +59,28 @@ class SpansOfRanks:
 
     def part(self, whole: Tensor, dim: int, rank: int) -> Tensor:
         """Return a rank's entries of ``whole``; a view where they lie together."""
-        pieces = [whole.narrow(dim, start, stop - start) for start, stop in self.of_ranks[rank]]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        return take(whole, dim, self.of_ranks[rank])
 
     def joined(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """Return the whole dimension made of all ranks' entries; a part may have more entries behind its own."""
-        pieces = []
+        shape = list(parts[0].shape)
+        shape[dim] = self.length
+        found = parts[0].new_empty(shape)
         for part, spans in zip(parts, self.of_ranks, strict=True):
             at = 0
             for start, stop in spans:
-                pieces.append((start, part.narrow(dim, at, stop - start)))
+                found.narrow(dim, start, stop - start).copy_(part.narrow(dim, at, stop - start))
                 at += stop - start
-        return torch.cat([piece for _, piece in sorted(pieces, key=lambda each: each[0])], dim)
+        return found
+
+    def gathered(self, mine: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        """Return the whole of a tensor of which each rank of the group has its part. Every rank must call it."""
+        most, shape = max(self.counts), list(mine.shape)
+        given, shape[dim] = mine.contiguous(), most
+        if mine.shape[dim] < most:  # ranks with less fill up, because not every group gathers parts of several sizes
+            given = mine.new_zeros(shape)
+            given.narrow(dim, 0, mine.shape[dim]).copy_(mine)
+        everyones = given.new_empty(group.size(), *shape)
+        if not mine.is_meta:
+            all_gather_single(everyones.view(-1), given.view(-1), group=group)
+        return self.joined(everyones.unbind(0), dim)
