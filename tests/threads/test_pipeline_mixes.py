@@ -225,7 +225,7 @@ def test_rows_and_tokens_are_not_divided_together() -> None:
     setup = Setup(SimpleNamespace(layout=Layout(space=2, sequence=2)))  # type: ignore[arg-type]
 
     def refused(rank: int, size: int) -> None:
-        with pytest.raises(UsageError, match="rows of images and sequence by tokens.*space=2,sequence=2"):
+        with pytest.raises(UsageError, match=r"rows of images and sequence by tokens.*space=2,sequence=2"):
             prepare_divided(UNet(), torch.optim.SGD(UNet().parameters()), setup, get("hybrid"))
 
     run_threads(refused, 4)
