@@ -134,7 +134,7 @@ def _measured(fixed_s: float, row_s: float, **others: float) -> MeasuredCalls:
     ],
 )
 def test_the_number_of_microbatches_is_that_of_the_shortest_step(measured: MeasuredCalls, best: int) -> None:
-    tried = [cut_for(measured, 16, m, ("gpipe", 2, 1)) for m in (1, 2, 3, 4, 6, 8, 12, 16)]
+    tried = [cut_for(measured, 16, m, ("1f1b", 2, 1)) for m in (1, 2, 3, 4, 6, 8, 12, 16)]
     chosen = choose_microbatches(tried, usual=4)
     assert (chosen.num_microbatches, chosen.starts) == (best, [4])
     assert chosen.step_s <= 1.03 * min(each.step_s for each in tried)

@@ -90,7 +90,7 @@ def _train(rank: int, size: int, name: str, v: int, m: int, skips: bool) -> Any:
         run = runtime.begin([piece.clone() for piece in ROWS.tensor_split(m)])
         if name == "gpipe":
             run.execute("F")
-            run.execute("B", seeds, lambda _: [total.clone()])
+            run.execute("IW", seeds, lambda _: [total.clone()])
         else:
             run.execute("FBIW", seeds, lambda _: [total.clone()])
     gradients = {s: [p.grad for p in block.parameters()] for s, block in mine.items()}
@@ -165,10 +165,10 @@ def test_the_gradients_of_weights_are_computed_later(layer: nn.Module) -> None:
     expected = [p.grad for p in layer.parameters()]
     layer.zero_grad()
     weights, rows = DeferredWeights(layer), ROWS.clone().requires_grad_()
-    with weights.of((0, 0)):
+    with weights.of(first := weights.begin()):
         (layer(rows) ** 2).sum().backward()
     assert rows.grad is not None and not any(p.grad is not None for p in layer.parameters())
-    weights.compute((0, 0))
+    weights.compute(first)
     seen: list[Tensor | None] = []  # None in the first half
     handle = get_gradient_edge(layer.weight).node.register_prehook(lambda gradients: seen.extend(gradients))
     for time in (1, 2, 3):  # a hook that comes later sees what is added, until it is removed
@@ -177,9 +177,30 @@ def test_the_gradients_of_weights_are_computed_later(layer: nn.Module) -> None:
         assert len([each for each in seen if each is not None]) == min(1, time - 1)
         if time == 2:
             handle.remove()
-        with weights.of((0, time)):
+        with weights.of(later := weights.begin()):
             (layer(rows) ** 2).sum().backward()
-        weights.compute((0, time))
+        weights.compute(later)
+
+
+def test_rows_of_embeddings_are_added_later() -> None:
+    """Also into a table that is the weight of a product; the row of padding gets nothing."""
+    words = torch.tensor([[1, 0, 3], [3, 2, 2]])
+    gradients = []
+    for is_later in (False, True):
+        table = nn.Embedding(5, 6, padding_idx=2)
+        head = nn.Linear(6, 5, bias=False)
+        table.weight = head.weight = nn.Parameter(torch.arange(30.0).sin().view(5, 6))
+        model = nn.Sequential(table, head)
+        weights = DeferredWeights(model)
+        for part in words:
+            products = weights.begin()
+            with weights.of(products) if is_later else contextlib.nullcontext():
+                before = head.weight.grad
+                (model(part) ** 2).sum().backward()
+            assert not is_later or head.weight.grad is before
+            weights.compute(products)
+        gradients.append(head.weight.grad)
+    torch.testing.assert_close(*gradients)
 
 
 def _other_batches(rank: int, size: int) -> None:

@@ -2,34 +2,44 @@
 
 [Note: divided backwards] The gradient of a weight that was multiplied with the layer's input needs only that input and the
 gradient of the layer's output; nothing else waits for it. So the backward of ``nn.Linear``, and of the transposed one of GPT-2,
-is replaced by one that computes the gradient of the input and keeps the two matrices; no graph is walked twice. Everything else
-(norms, embeddings, convolutions, products under autocast) is computed in the first half, as usual. A hook on a parameter is to
-see the sum over all uses of the parameter in a backward, so parameters with hooks are left to the first half, which runs them
-as usual. A later product is added to ``p.grad`` as it is computed, without a matrix and a call of autograd's engine for it.
-Where a hook of autograd's accumulation node is to see the gradient, it is handed to the engine, which runs the hook.
+is replaced by one that computes the gradient of the input and keeps the two matrices; no graph is walked twice. That of
+``nn.Embedding`` keeps the indices and the gradient of the output, and adds its rows to ``p.grad`` later, where a backward would
+make a gradient of the whole table for each microbatch. Everything else (norms, convolutions, products under autocast) is
+computed in the first half, as usual. A hook on a parameter is to see the sum over all uses of the parameter in a backward, so
+parameters with hooks are left to the first half, which runs them as usual. A later product is added to ``p.grad`` as it is
+computed, without a matrix and a call of autograd's engine for it. Where a hook of autograd's accumulation node is to see the
+gradient, it is handed to the engine, which runs the hook.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from guozhuang.gradients.buckets import same_place
 from guozhuang.gradients.output_hooks import OutputHook, is_traced
 from guozhuang.gradients.products import ProductOperands, replace_backward
 
 from ..activations.tensor import DividedTensor, local_of
 
 
+class _LookedUp(NamedTuple):
+    """What the gradient of a table of embeddings is computed from: its rows that were looked up, and their gradients."""
+
+    indices: Tensor
+    rows: Tensor
+
+
 class _Deferred:
     """The products of one microbatch in one stage of which the weights' gradients are to be computed later."""
 
     def __init__(self) -> None:
-        self.kept: list[tuple[nn.Parameter, nn.Parameter | None, ProductOperands]] = []
+        self.kept: list[tuple[nn.Parameter, nn.Parameter | None, ProductOperands | _LookedUp]] = []
 
 
 class _AccumulationHooks:
@@ -73,28 +83,36 @@ class DeferredWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._now: _Deferred | None = None
-        self._of_place: dict[tuple[int, int], _Deferred] = {}
         self._hooks: dict[int, _AccumulationHooks] = {}  # by identity of a parameter, which they keep alive
         for part in model.modules():
             if _multiplies(part):
                 part.register_forward_hook(_DeferringHook(self))
+            elif _looks_up(part):
+                part.register_forward_hook(_LookupHook(self))
+
+    def begin(self) -> _Deferred:
+        """Return what keeps the products of one microbatch in one stage until :meth:`compute`."""
+        return _Deferred()
 
     @contextlib.contextmanager
-    def of(self, place: tuple[int, int]) -> Iterator[None]:
-        """Within this context the products of a (stage, microbatch) leave their weights' gradients for later."""
-        before, self._now = self._now, self._of_place.setdefault(place, _Deferred())
+    def of(self, products: _Deferred) -> Iterator[None]:
+        """Within this context products leave their weights' gradients for later, in what :meth:`begin` returned."""
+        before, self._now = self._now, products
         try:
             yield
         finally:
             self._now = before
 
-    def compute(self, place: tuple[int, int]) -> None:
-        """Compute the gradients that were left for later in a (stage, microbatch), and add them to ``p.grad``."""
-        kept = self._of_place.pop(place).kept
+    def compute(self, products: _Deferred) -> None:
+        """Compute the gradients that were left for later there, and add them to ``p.grad``."""
+        kept = products.kept
         kept.reverse()
         with torch.no_grad():
             while kept:
                 weight, bias, operands = kept.pop()
+                if isinstance(operands, _LookedUp):
+                    self._add_rows(weight, operands)
+                    continue
                 left, right = operands.factors
                 if self._adds_directly(weight, left):
                     if weight.grad is None:
@@ -112,6 +130,14 @@ class DeferredWeights:
                     bias.grad = of_bias
                 else:
                     bias.grad.add_(of_bias)
+
+    def _add_rows(self, table: nn.Parameter, found: _LookedUp) -> None:
+        if not self._adds_directly(table, found.rows):
+            torch.autograd.backward(table, torch.zeros_like(table).index_add_(0, found.indices, found.rows))
+            return
+        if table.grad is None:
+            table.grad = torch.zeros_like(table)
+        table.grad.index_add_(0, found.indices, found.rows)
 
     def _adds_directly(self, parameter: nn.Parameter, addend: Tensor) -> bool:
         """Return whether nobody but ``p.grad`` is to get what is added, and it can be added in place."""
@@ -146,6 +172,55 @@ class _DeferringHook(OutputHook):
         taker = _Taker(deferred, weight, bias)
         found = replace_backward(local_of(output), local_of(args[0]), weight, bias, taker)
         return output.like(found) if isinstance(output, DividedTensor) and found is not None else found
+
+
+class _LookupHook(OutputHook):
+    """A forward hook of a table of embeddings that replaces its backward."""
+
+    def __init__(self, weights: DeferredWeights) -> None:
+        self._weights = weights
+
+    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Tensor | None:
+        """Return the output with the replaced backward, or None to keep PyTorch's own."""
+        deferred, table = self._weights.deferred(), module.weight
+        if deferred is None or is_traced() or not torch.is_grad_enabled() or len(args) != 1 or not _is_free(table):
+            return None
+        if table.device.type != "cpu" or not isinstance(output, Tensor) or not output.is_contiguous():
+            return None  # elsewhere the order in which rows are added would differ from time to time
+        node: Any = output.grad_fn
+        if node is None or node.name() != "EmbeddingBackward0":
+            return None
+        if getattr(node.next_functions[0][0], "variable", None) is not table:
+            return None
+        apply: Any = _Lookup.apply
+        found: Tensor = apply(table, (output, args[0], module.padding_idx, deferred))  # autograd ignores a tuple
+        return found
+
+
+class _Lookup(torch.autograd.Function):
+    """A lookup with another backward; ``told[0]`` is its output, computed by PyTorch's forward."""
+
+    @staticmethod
+    def forward(ctx: Any, table: nn.Parameter, told: tuple[Tensor, Tensor, int | None, _Deferred]) -> Tensor:
+        output, indices, ctx.padding, ctx.deferred = told
+        ctx.save_for_backward(table, indices)
+        return same_place(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (table, indices), rows = ctx.saved_tensors, gradients[0].reshape(-1, gradients[0].shape[-1])
+        indices = indices.reshape(-1)
+        if ctx.padding is not None:
+            is_read = indices != ctx.padding
+            indices, rows = indices[is_read], rows[is_read]
+        ctx.deferred.kept.append((table, None, _LookedUp(indices, rows)))
+        return None, None
+
+
+def _looks_up(part: nn.Module) -> bool:
+    """Return whether a layer's forward returns rows of its weight, and its gradient is dense."""
+    is_plain = isinstance(part, nn.Embedding) and type(part).forward is nn.Embedding.forward
+    return is_plain and not part.sparse and not part.scale_grad_by_freq
 
 
 def _is_free(parameter: Any) -> bool:

@@ -164,7 +164,7 @@ class GPipe:
             return [t for t, _ in pairs], [g for _, g in pairs]
 
         with self.ties.added_up(self.plans.shared), self.statistics.discarding():
-            batch.run.execute("B", seeds)
+            batch.run.execute("BIW", seeds)
         if not self._has_callback:
             self._has_callback = True
             Variable._execution_engine.queue_callback(self._backward_ended)

@@ -175,7 +175,7 @@ class StagePlans:
             schedule = "gpipe" if self._stages_per_rank == 1 else "interleaved"
             if runs_tail:
                 schedule = self._schedule
-            weights = self._weights() if schedule == "zero-bubble" else None
+            weights = self._weights() if schedule in ("gpipe", "zero-bubble") else None
             runtime = PipelineRuntime(
                 self.group, stages, schedule, self._stages_per_rank, routes.messages, device, weights, self._transfers
             )

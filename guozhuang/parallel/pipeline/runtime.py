@@ -60,12 +60,16 @@ class RunsForward(Protocol):
 class WeightsLater(Protocol):
     """What a runtime of a schedule with divided backwards needs: see ``deferred.py``."""
 
-    def of(self, place: tuple[int, int]) -> Any:
-        """Return a context in which products of a (stage, microbatch) leave the gradients of their weights for later."""
+    def begin(self) -> Any:
+        """Return what keeps products of one microbatch in one stage until :meth:`compute`."""
         ...
 
-    def compute(self, place: tuple[int, int]) -> None:
-        """Compute the gradients of weights that were left for later in a (stage, microbatch)."""
+    def of(self, kept: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which products leave the gradients of their weights for later, in what :meth:`begin` returned."""
+        ...
+
+    def compute(self, kept: Any) -> None:
+        """Compute the gradients of weights that were left for later there."""
         ...
 
 
@@ -108,7 +112,8 @@ class PipelineRuntime:
         edges: pairs of stages (source, destination), of all ranks: the second one needs outputs of the first. None: each needs
             those of the stage before it.
         device: where received tensors are put.
-        weights: leaves gradients of weights for later; needed by schedules with divided backwards only.
+        weights: leaves gradients of weights for later, under schedules with divided backwards; None: all gradients are computed
+            where those of the inputs are.
         transfers: those of another runtime of the same ranks and device, whose batches do not overlap with this one's in an
             ``execute``; None: made.
 
@@ -189,6 +194,7 @@ class PipelineRun:
         self._divided = {each[1:] for each in self._schedule.half(INPUTS, runtime.rank)}
         self._held: dict[tuple[int, int], _InFlight] = {}
         self._weights_left: list[tuple[int, int]] = []
+        self._products: dict[tuple[int, int], Any] = {}  # of several open batches, each run has its own
         self._around_backwards: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.results: dict[int, Any] = {}
         self.conclusions: list[Sequence[Tensor | None]] = []
@@ -203,7 +209,7 @@ class PipelineRun:
         """Carry out the actions of some kinds in the order of the schedule. Every rank of the pipeline must call it.
 
         Args:
-            kinds: "F" for the forward half of "gpipe", "B" for its backward half; everything by default.
+            kinds: "F" for the forward half of "gpipe", "IW" for its backward half; everything by default.
             seeds: called on the rank of the last stage where the backward of a microbatch begins. Every rank gives one if there
                 are backwards.
             conclude: called on the rank of the last stage after its last backward, or, in a half without backwards, after each
@@ -338,15 +344,19 @@ class PipelineRun:
         del self._held[stage, k], roots, gradients
         runtime.transfers.release([StageMessage(GRADIENTS, target, stage, k) for target in held.sends])
         runtime.transfers.release([StageMessage(ACTIVATIONS, source, stage, k) for source in held.arrived])
-        if action.kind == INPUTS:
+        if action.kind == INPUTS and runtime.weights is not None:
             self._weights_left.append((stage, k))
         for source, tensors in held.arrived.items():
             back = [held.gradients.get((source, i)) for i in range(len(tensors))]
             runtime.transfers.send(StageMessage(GRADIENTS, stage, source, k), back, action.in_words)
 
     def _weights_later(self, stage: int, k: int) -> contextlib.AbstractContextManager[Any]:
-        weights, is_divided = self._runtime.weights, (stage, k) in self._divided
-        return weights.of((stage, k)) if weights is not None and is_divided else contextlib.nullcontext()
+        weights = self._runtime.weights
+        if weights is None or (stage, k) not in self._divided:
+            return contextlib.nullcontext()
+        if (stage, k) not in self._products:
+            self._products[stage, k] = weights.begin()
+        return weights.of(self._products[stage, k])
 
     def _compute_weights(self, action: Action) -> None:
         """Compute gradients of weights at the place that the schedule has for them, unless a wait was used for them before."""
@@ -357,4 +367,4 @@ class PipelineRun:
         assert self._runtime.weights is not None, "a schedule with divided backwards needs weights="
         place = self._weights_left.pop(0)
         with self._runtime.computing(place[0]):
-            self._runtime.weights.compute(place)
+            self._runtime.weights.compute(self._products.pop(place))

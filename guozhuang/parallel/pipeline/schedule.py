@@ -1,12 +1,12 @@
 """Schedules of a pipeline as data: for every rank the list of its actions, and a simulation that proves that they end.
 
-With p ranks of v stages each and m microbatches, at equal times of all stages (a backward takes twice a forward; under
-"zero-bubble" a forward, a gradient of inputs and a gradient of weights take the same time):
+With p ranks of v stages each and m microbatches, at equal times of all stages (a backward takes twice a forward, and gradients
+of inputs as long as those of weights):
 
 =============  ==============================  ===============================  ==============================================
 schedule       idle share of the step          microbatches in flight, rank r   source
 =============  ==============================  ===============================  ==============================================
-gpipe          (p - 1) / (m + p - 1)           m                                Huang et al., GPipe, NeurIPS 2019
+gpipe          2 (p - 1) / (3 m + 2 (p - 1))   m                                Huang et al., GPipe, NeurIPS 2019
 1f1b           (p - 1) / (m + p - 1)           p - r                            Narayanan et al., PipeDream, SOSP 2019
 interleaved    (p - 1) / (v m + p - 1)         (v + 1) p - 2 r - 1              Narayanan et al., Megatron-LM, SC 2021
 zero-bubble    (p - 1) / (3 m + p - 1)         p                                Qi et al., Zero Bubble (ZB-H1), ICLR 2024
@@ -26,7 +26,7 @@ from guozhuang.errors import UsageError, explain, rank_table
 
 #: The names of the schedules, and what each is.
 SCHEDULES: Final = {
-    "gpipe": "all forwards, then all backwards; the script keeps its own loss and backward",
+    "gpipe": "all forwards, then all backwards, gradients of weights last; the script keeps its own loss and backward",
     "1f1b": "a backward after each forward as early as possible, so that few microbatches are in flight",
     "interleaved": "1f1b with several stages a rank, which divides the idle time by their number",
     "zero-bubble": "1f1b that computes gradients of weights later, in time that would be idle",
@@ -122,7 +122,8 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_r
 
 
 def _gpipe(rank: int, m: int) -> list[Action]:
-    return [Action(kind, rank, k) for kind in (FORWARD, BACKWARD) for k in range(m)]
+    """Return all forwards and all backwards; no other rank waits for gradients of weights, so they come last."""
+    return [Action(kind, rank, k) for kind in (FORWARD, INPUTS, WEIGHTS) for k in range(m)]
 
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], num_ahead: int) -> list[Action]:
@@ -337,6 +338,8 @@ def idle_share(name: str, num_ranks: int, num_microbatches: int, stages_per_rank
     Holds for at least as many microbatches as ranks, under "interleaved" for a multiple of the ranks.
     """
     idle = num_ranks - 1
+    if name == "gpipe":
+        return 2 * idle / (3 * num_microbatches + 2 * idle)
     return idle / ({"interleaved": stages_per_rank, "zero-bubble": 3}.get(name, 1) * num_microbatches + idle)
 
 
