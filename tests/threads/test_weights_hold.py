@@ -28,6 +28,7 @@ from guozhuang.exchange.parameter_server import AsyncParameterServer
 from guozhuang.exchange.warmup import WeightWarmup
 from guozhuang.exchange.weight_hierarchical import WeightHierarchical
 from guozhuang.exchange.weights import WeightExchange
+from guozhuang.weights.equal_start import different
 from tests.processes.cases import adamw, as_table, assert_equal_across_ranks, flat, mlp, said, seeded
 from tests.processes.gradient_methods import nodes_of
 from tests.threads.ranks import run_threads
@@ -275,3 +276,23 @@ def agrees_on_nan(rank: int, size: int, exchange: WeightExchange[Any]) -> None:
 )
 def test_what_is_not_finite_is_said_where_ranks_agree(exchange: WeightExchange[Any], size: int) -> None:
     run_threads(agrees_on_nan, size, exchange)
+
+
+def _start(rank: int, size: int) -> list[float]:
+    """Ranks differ in the second tensor, of bfloat16, by one bit, and in the third, of no elements, not at all."""
+    group = dist.group.WORLD
+    assert group is not None
+    tensors = [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.ones(4, dtype=torch.bfloat16),
+        torch.empty(0),
+        torch.tensor(True),
+    ]
+    if rank == 1:
+        tensors[1].view(torch.int16)[2] += 1
+    return [float(each.sum()) for each in different(tensors, group)]
+
+
+def test_only_tensors_that_differ_are_sent_at_the_start() -> None:
+    first, other, last = run_threads(_start, 3)
+    assert first == last == [4.0] and len(other) == 1
