@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -127,10 +128,15 @@ class Axes:
         return self._mesh
 
 
+# By the group of all ranks, and by the ranks in them. PyTorch keeps groups until they are destroyed.
+_groups: weakref.WeakKeyDictionary[Any, weakref.WeakValueDictionary[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+
+
 def make_axes(layout: Layout, group: dist.ProcessGroup | None = None) -> Axes:
     """Make the groups of a layout. Every rank must call it.
 
-    Axes with the same ranks share one group; no group is the default one, so that what a script does there needs no order
+    Axes with the same ranks share one group, also those of several models: a rank whose stage has no part in what is done for
+    one of them need not know which one that is. No group is the default one, so that what a script does there needs no order
     with what happens here.
 
     Args:
@@ -139,9 +145,11 @@ def make_axes(layout: Layout, group: dist.ProcessGroup | None = None) -> Axes:
     """
     everyone = dist.group.WORLD if group is None else group
     assert everyone is not None and everyone.size() == layout.size, f"{layout} for {everyone}"
+    known = _groups.setdefault(everyone, weakref.WeakValueDictionary())
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for axes in (*((axis,) for axis in AXES), DATA_AXES, MODEL_AXES, AXES):
         ranks = layout.ranks_along(axes, everyone.rank())
         if len(ranks) > 1 and ranks not in made:
-            made[ranks] = subgroup(everyone, ranks)
+            made[ranks] = known[ranks] if ranks in known else subgroup(everyone, ranks)
+            known[ranks] = made[ranks]
     return Axes(layout, everyone, made)

@@ -314,7 +314,7 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
     return found
 
 
-_divided_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # in the order of prepare
+_divided_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
 
 def _watch_norms(model: nn.Module) -> None:
@@ -335,10 +335,7 @@ def _total_norm(
     wanted = {id(each) for each in given}
     held = [p for model in list(_divided_models) for p in model.parameters() if division_of(p) is not None]
     chosen = [p for p in held if p.grad is not None and id(p.grad) in wanted]
-    # A stage may hold none of the gradients: then it takes part for the others, in the groups of the model prepared last.
-    idle = next(
-        (p for p in reversed(held) if not given and (d := division_of(p)) is not None and d.stages is not None), None
-    )
+    idle = None if given else _idle(held)
     if not chosen and idle is None:
         return _torchs_total_norm(given, norm_type, error_if_nonfinite, foreach)
     divided = {id(p.grad): p for p in chosen}
@@ -348,6 +345,19 @@ def _total_norm(
         what = f"the total norm of order {norm_type:g} of the gradients is not finite, so they cannot be clipped"
         raise RuntimeError(explain(what, value=float(total), fix="look for the step that made them so"))
     return total.to(given[0].dtype.to_real() if given else torch.get_default_dtype())
+
+
+def _idle(held: Sequence[Tensor]) -> Tensor | None:
+    """Return a parameter by which a stage that holds none of the gradients takes part for the others; None without a pipeline.
+
+    Models of one layout share their groups, so it may be of another model.
+    """
+    among = {d.stages: p for p in held if (d := division_of(p)) is not None and d.stages is not None}
+    if len(among) > 1:
+        what = "this stage holds none of the gradients that are clipped, and models of several layouts could be meant"
+        fix = "give all models that are alive at once one layout"
+        raise UsageError(explain(what, value=f"{len(among)} pipelines of different ranks", fix=fix))
+    return next(iter(among.values()), None)
 
 
 _torchs_total_norm = clip_grad._get_total_norm

@@ -117,6 +117,8 @@ def frozen(layout: str) -> None:
         expected = copy.deepcopy(model)
         reference = torch.optim.AdamW(expected.parameters(), lr=0.05)
         model, optimizer = gz.prepare(model, optimizer, strategy="hybrid", layout=layout)
+        other, _ = gz.prepare(*made(), strategy="hybrid", layout=layout)  # in whose clipping no stage is to take part
+        other(torch.ones(4, 4))
         world, scaler = gz.init(), torch.amp.GradScaler("cpu", init_scale=1024.0)
         for step in range(STEPS + 1):
             if step == STEPS - 1:  # layers are trained from here on
