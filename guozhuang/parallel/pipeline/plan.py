@@ -25,7 +25,7 @@ from .cut import MeasuredCalls, PipelineCut, choose_microbatches, cut_for, measu
 from .deferred import DeferredWeights
 from .forwards.calls import ObservedForward, Routes, observe, route
 from .forwards.outputs import PLAIN, UnitOutputs
-from .forwards.stage import Microbatch, Stage
+from .forwards.stage import GlueBuffers, Microbatch, Stage
 from .microbatches import count_rows, cut_batch, with_rows
 from .runtime import PipelineRuntime
 from .transfers import StageTransfers
@@ -124,7 +124,7 @@ class StagePlans:
             what = f"the model has {len(self.units)} parts between which it can be cut, for {self.num_stages} stages"
             fix = "use fewer ranks along pp; a model is cut between the elements of its lists, or its children"
             raise UsageError(explain(what, value=list(self.units) or type(model).__name__, fix=fix))
-        self.outputs = UnitOutputs(self.units)
+        self.outputs, self._glue = UnitOutputs(self.units), GlueBuffers(model, self.units)
         self.owners: dict[str, tuple[int, ...]] = {}
         self.shared: list[tuple[nn.Parameter, tuple[int, ...]]] = []
         rank, size = group.rank(), group.size()
@@ -164,7 +164,7 @@ class StagePlans:
             routes = route(calls, stage_of, self.num_stages, self.outputs.opaque)
             stages = {
                 i: Stage(
-                    *(self.model, self.units, self.outputs, routes, draws, i, self.num_stages),
+                    *(self.model, self.units, self.outputs, routes, draws, i, self.num_stages, self._glue),
                     runs_tail=runs_tail,
                     around=self._around,
                 )
@@ -265,6 +265,7 @@ class StagePlans:
             with contextlib.ExitStack() as stack:
                 for each in self.draws.values():
                     stack.enter_context(each.probe(count))
+                stack.enter_context(self._glue.unchanged())
                 found.append(observe(self.model, self.units, self.outputs, args, kwargs))
         return found[0]
 

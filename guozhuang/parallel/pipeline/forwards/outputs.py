@@ -147,12 +147,24 @@ def filled(output: UnitOutput, given: Mapping[int, Tensor], value: float, device
 
 
 def with_hooks(unit: nn.Module, args: Any, kwargs: Any, found: Any) -> Any:
-    """Return an output of a unit that was not called as the forward hooks of the unit leave it, which have seen it then."""
+    """Return an output of a unit as the forward hooks of the unit leave it, which have not seen it yet."""
     for key, hook in list(unit._forward_hooks.items()):
         takes_kwargs = key in unit._forward_hooks_with_kwargs
         changed = hook(unit, args, kwargs, found) if takes_kwargs else hook(unit, args, found)
         found = found if changed is None else changed
     return found
+
+
+def without_hooks(unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a unit, and return its output as its forward hooks would find it."""
+    if not unit._forward_hooks:
+        return proceed(*args, **kwargs)
+    hooks = unit._forward_hooks
+    unit.__dict__["_forward_hooks"] = collections.OrderedDict()
+    try:
+        return proceed(*args, **kwargs)
+    finally:
+        unit.__dict__["_forward_hooks"] = hooks
 
 
 def _constant(like: Tensor, value: float, device: torch.device) -> Tensor:

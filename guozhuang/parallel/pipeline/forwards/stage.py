@@ -10,8 +10,9 @@ Tensors without content hold NaN. If a value was needed of which nothing told, t
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from ...axes import WHOLE, Around
 from ...random import Draws
 from .calls import Routes, Value
 from .intercept import intercepted
-from .outputs import UnitOutput, UnitOutputs, filled, tensors_in, with_hooks
+from .outputs import UnitOutput, UnitOutputs, filled, tensors_in, with_hooks, without_hooks
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,50 @@ class _ForwardEnds(BaseException):
     """Leaves the model's forward after the last call that a stage makes. No ``except Exception`` of the model stops it."""
 
 
+class GlueBuffers:
+    """The persistent buffers of a model outside its units, which its forward may change, as a count of its calls.
+
+    The forward of a stage runs for each microbatch, and to its end on the last stage only. What it does to these buffers is
+    undone; the model's tail runs once for the batch, as in one process.
+
+    Args:
+        model: whole.
+        units: by name.
+    """
+
+    def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+        inside = {id(module) for unit in units.values() for module in unit.modules()}
+        self._places = [
+            (module, key)
+            for module in model.modules()
+            if id(module) not in inside
+            for key, buffer in module._buffers.items()
+            if buffer is not None and key not in module._non_persistent_buffers_set
+        ]
+
+    @contextlib.contextmanager
+    def unchanged(self, *, is_allowed: bool = True) -> Iterator[None]:
+        """Let the model's forward see and change copies until the block ends.
+
+        Raises:
+            UsageError: it has changed one, and that is not allowed.
+        """
+        kept = [module._buffers[key] for module, key in self._places]
+        for (module, key), buffer in zip(self._places, kept, strict=True):
+            module._buffers[key] = None if buffer is None else buffer.clone()
+        try:
+            yield
+        finally:
+            now = [module._buffers[key] for module, key in self._places]
+            for (module, key), buffer in zip(self._places, kept, strict=True):
+                module._buffers[key] = buffer
+        for (module, key), was, is_now in zip(self._places, kept, now, strict=True):
+            if not is_allowed and was is not None and (is_now is None or not torch.equal(was, is_now)):
+                what = f"the model's forward changes its buffer {key}, which under this schedule each stage would do by itself"
+                fix = "change it outside of forward, or use the schedule gpipe"
+                raise UsageError(explain(what, value=type(module).__name__, fix=fix))
+
+
 class Stage:
     """One stage of a model.
 
@@ -76,6 +121,7 @@ class Stage:
         draws: this stage's random operations.
         index: of this stage.
         num_stages: of the pipeline.
+        glue: the buffers outside of units.
         runs_tail: the last stage runs the model's forward to its end, and its result is what the model returns.
         around: divides the samples themselves; what is sent are this rank's parts.
     """
@@ -89,6 +135,7 @@ class Stage:
         draws: Draws,
         index: int,
         num_stages: int,
+        glue: GlueBuffers,
         *,
         runs_tail: bool = False,
         around: Around = WHOLE,
@@ -98,7 +145,7 @@ class Stage:
         self._came: dict[int, list[tuple[int, ...]]] = {}
         self._went: dict[int, list[tuple[int, ...]]] = {}
         self._model, self._units, self._outputs, self._routes, self.index = model, units, outputs, routes, index
-        self.draws = draws
+        self.draws, self._glue, self._is_step = draws, glue, runs_tail
         self._is_last, self._runs_tail = index == num_stages - 1, runs_tail and index == num_stages - 1
         self._own = frozenset(name for name, stage in routes.stage_of.items() if stage == index)
         self._end = next((name for name in reversed(routes.order) if name in self._own), None)
@@ -129,7 +176,8 @@ class Stage:
                 self.draws.set_state(state)
         kept = dict(given)
         result = None
-        with self.draws.microbatch(microbatch.rows, microbatch.num_rows, self._model.training):
+        drawing = self.draws.microbatch(microbatch.rows, microbatch.num_rows, self._model.training)
+        with drawing, self._glue.unchanged(is_allowed=not self._is_step):
             if self._end is not None or self._runs_tail:
                 end = None if self._runs_tail else self._end
                 forward = PassingForward(
@@ -235,14 +283,25 @@ class PassingForward:
         self._position += 1
         if name in self._own:
             with self._draws.unit(own=True):
-                found = proceed(*args, **kwargs)
-            if name in self._crossing_calls:
-                self._keep(name, found)
+                found = without_hooks(unit, proceed, args, kwargs)
+                if name in self._crossing_calls:
+                    self._keep(name, found)  # as its hooks find it, because they are called where it is received too
+                if unit._forward_hooks:
+                    found = self._hooked(name, unit, args, kwargs, found)
             if name == self._end:
                 raise _ForwardEnds
             return found
         with self._draws.unit(own=False):
             return self._passed_over(name, unit, proceed, args, kwargs)
+
+    def _hooked(self, name: str, unit: nn.Module, args: Any, kwargs: Any, found: Any) -> Any:
+        watched = [each for each in self.kept.values() if not each.is_inference()]
+        versions = [each._version for each in watched]
+        found = with_hooks(unit, args, kwargs, found)
+        if versions != [each._version for each in watched]:
+            what = f"a forward hook of {name} changes its output in place, of which other stages get what it was before"
+            raise UsageError(explain(what, value=type(unit).__name__, fix="let the hook return a new tensor"))
+        return found
 
     def _passed_over(self, name: str, unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = self._outputs.of(name, unit, proceed, args, kwargs)
