@@ -16,7 +16,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Set
-from typing import Final
+from typing import Final, Protocol
 
 _AWAY_S: Final = 0.002
 _LONGEST_AWAY_S: Final = 0.02  # while one thread waits for long
@@ -25,6 +25,17 @@ _MOST_SKIPS: Final = 16  # waits without a look, after looks in vain
 _ACTIVE_S: Final = 1.0  # the thread sleeps in naps for so long after the last wait, so that nobody needs to wake it
 _NAP_S: Final = 0.2
 _LONGEST_SLEEP_S: Final = 3600.0
+_NONE: Final[Set[int]] = frozenset()
+
+
+class Looks(Protocol):
+    """Looks for messages that wait in memory, beside those that make descriptors ready."""
+
+    def spin(self, limit_s: float, /) -> bool:
+        """Look for at most so many seconds; return whether there is a message."""
+
+    def arm(self) -> bool:
+        """Have the next message make a descriptor ready; return whether there is one already."""
 
 
 class Attendant:
@@ -35,13 +46,21 @@ class Attendant:
             be looked at but descriptors. It must not raise.
         has_ended: whether no more calls shall be made.
         spin_s: how long a waiting thread looks again and again before it sleeps, in seconds.
+        messages: looks for messages in memory.
 
     Attributes:
         lock: held by the thread that uses the state of the transfers.
     """
 
-    def __init__(self, process: Callable[[Set[int]], float], has_ended: Callable[[], bool], spin_s: float) -> None:
+    def __init__(
+        self,
+        process: Callable[[Set[int]], float],
+        has_ended: Callable[[], bool],
+        spin_s: float,
+        messages: Looks,
+    ) -> None:
         self.lock = threading.Lock()
+        self._messages = messages
         self._process, self._has_ended, self._spin_s = process, has_ended, spin_s
         self._opening = threading.Lock()  # guards the next attribute
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -51,6 +70,7 @@ class Attendant:
         self._for_wake.register(self._wake_fd, select.POLLIN)
         self.register(self._wake_fd, select.POLLIN)
         self._sleep_s, self._away_until, self._sleeps_long = 0.0, 0.0, False
+        self._sleeps = False  # whether the own thread polls all descriptors
         self._attending = 0  # the thread that waits and processes meanwhile
         self._processing = 0  # the thread that is inside ``process``
         self._vain = self._skips = 0  # looks in vain, one after the other; waits that do not look first
@@ -89,11 +109,12 @@ class Attendant:
                         self._call({fd for fd, _ in woken})
                 continue
             self._sleeps_long = time.monotonic() > self._away_until + _ACTIVE_S
-            events = self._pollers[0].poll(self._sleep_ms(_LONGEST_SLEEP_S if self._sleeps_long else _NAP_S))
-            self._sleeps_long = False
+            self._sleeps = True
+            ready = self._poll(self._pollers[0], _LONGEST_SLEEP_S if self._sleeps_long else _NAP_S)
+            self._sleeps = self._sleeps_long = False
             if not self._attending:
                 with self.lock:
-                    self._call({fd for fd, _ in events})
+                    self._call(ready)
 
     def attend(self, is_done: Callable[[], bool], limit_s: float) -> None:
         """Process in this thread until ``is_done()``, at most ``limit_s`` seconds; return at once if another thread does.
@@ -114,10 +135,10 @@ class Attendant:
             self._skips = max(self._skips - 1, 0)
             spin_s = 0.0 if self._skips else self._spin_s
             while not is_done() and not self._has_ended() and now < begin + limit_s:
-                is_spinning = now < begin + spin_s
-                events = poller.poll(0 if is_spinning else self._sleep_ms(begin + limit_s - now))
-                if events or not is_spinning:
-                    self._call({fd for fd, _ in events})
+                if now >= begin + spin_s:
+                    self._call(self._poll(poller, begin + limit_s - now))
+                elif self._messages.spin(min(begin + spin_s - now, limit_s)):
+                    self._call(_NONE)
                 now = time.monotonic()
             if spin_s:  # in vain also where both ranks share a core
                 self._vain = self._vain + 1 if now > begin + spin_s else 0
@@ -125,6 +146,8 @@ class Attendant:
         finally:
             if not is_nested:
                 self._attending, self._away_until = 0, time.monotonic() + _AWAY_S
+                if self._sleeps and self._messages.arm():  # this thread may have read what was to wake the own one
+                    self.wake()
                 self.lock.release()
                 # The own thread may stay away for longer, or sleep through a wake that this thread has read.
                 if now > begin + _LONGEST_AWAY_S or self._sleeps_long:
@@ -134,15 +157,17 @@ class Attendant:
         """Process once, in this thread if none is at it, else in that one."""
         if self.lock.acquire(blocking=False):
             try:
-                self._call(frozenset())
+                self._call(_NONE)
             finally:
                 self.lock.release()
             if not self._sleeps_long:
                 return
         self.wake()
 
-    def _sleep_ms(self, at_most_s: float) -> float:
-        return max(min(self._sleep_s, at_most_s), 0.0) * 1e3 + 1
+    def _poll(self, poller: select.poll, at_most_s: float) -> Set[int]:
+        """Sleep until a descriptor is ready, or not at all if a message is there; return the descriptors."""
+        limit_ms = max(min(self._sleep_s, at_most_s), 0.0) * 1e3 + 1
+        return {fd for fd, _ in poller.poll(0 if self._messages.arm() else limit_ms)}
 
     def _call(self, ready: Set[int]) -> None:
         if self._wake_fd in ready:

@@ -15,6 +15,17 @@ from guozhuang.groups.attending import Attendant
 from tests.waiting import until
 
 
+class NoMessages:
+    """Messages in memory, of which there are none."""
+
+    def spin(self, limit_s: float, /) -> bool:
+        time.sleep(limit_s)
+        return False
+
+    def arm(self) -> bool:
+        return False
+
+
 class Reads:
     """An attendant that reads a pipe, and who read what."""
 
@@ -22,7 +33,7 @@ class Reads:
         self.out, self.into = os.pipe()
         self.read: list[tuple[str, bytes]] = []
         self.has_ended, self.fails = False, False
-        self.attendant = Attendant(self.process, lambda: self.has_ended, 0.001)
+        self.attendant = Attendant(self.process, lambda: self.has_ended, 0.001, NoMessages())
         self.attendant.register(self.out, select.POLLIN)
         self.thread = threading.Thread(target=self.attendant.serve, name="own", daemon=True)
         self.thread.start()
@@ -101,7 +112,7 @@ def test_a_wait_inside_of_a_callback_does_not_process(reads: Reads) -> None:
         seen.append(time.monotonic() - begin)
         return 3600.0
 
-    attendant = Attendant(process, lambda: False, 0.0)
+    attendant = Attendant(process, lambda: False, 0.0, NoMessages())
     attendant.attend_now()
     attendant.close()
     assert len(seen) == 1 and seen[0] < 5.0
@@ -136,7 +147,7 @@ def test_a_wake_that_a_short_wait_reads_still_reaches_the_own_thread() -> None:
         return slept[0]
 
     ended: list[bool] = []
-    attendant = Attendant(process, lambda: bool(ended), 0.0)
+    attendant = Attendant(process, lambda: bool(ended), 0.0, NoMessages())
     attendant._away_until = -10.0  # nobody has waited for long
     thread = threading.Thread(target=attendant.serve, name="own", daemon=True)
     thread.start()

@@ -59,7 +59,7 @@ int64_t gz_now_ns(void) {
 /* The words lie in memory of several processes: not FUTEX_PRIVATE. */
 static void wake_sleepers(uint32_t *arrived) { syscall(SYS_futex, arrived, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
-static void relax(void) {
+void gz_relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -159,7 +159,7 @@ static int out_of_time(gz_group *group, uint32_t target) {
 static int spin(const gz_group *group, int peer, uint32_t target, int64_t spin_ns, int64_t *until_ns) {
     for (int looks = 1;; looks++) {
         if (has_arrived(group, peer, target)) return 1;
-        relax();
+        gz_relax();
         if (looks % LOOKS_PER_CLOCK) continue;
         const int64_t now = gz_now_ns();
         if (*until_ns == 0) *until_ns = now + spin_ns;

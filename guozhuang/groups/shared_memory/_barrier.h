@@ -35,6 +35,7 @@ typedef struct {
 } gz_group;
 
 int64_t gz_now_ns(void);
+void gz_relax(void); /* between two looks of a spin */
 
 /* Fill in what to ask of each rank's `ends[].fd`, and sign the control page. */
 void gz_prepare(gz_group *group);

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "_barrier.h"
+#include "_mail.h"
 #include "_program.h"
 #include "_reduce.h"
 
@@ -278,6 +279,12 @@ static PyMethodDef module_methods[] = {
 static int module_exec(PyObject *module) {
     PyObject *type = PyType_FromSpec(&engine_spec);
     if (type == NULL || PyModule_AddObjectRef(module, "Engine", type) < 0) {
+        Py_XDECREF(type);
+        return -1;
+    }
+    Py_DECREF(type);
+    type = PyType_FromSpec(&gz_mail_spec);
+    if (type == NULL || PyModule_AddObjectRef(module, "Mail", type) < 0) {
         Py_XDECREF(type);
         return -1;
     }

@@ -34,13 +34,17 @@ DESCRIPTOR_BYTES: Final = 256  # a slot's first part, which the ranks compare by
 PRIVATE_BYTES: Final = 128  # a slot's second part, the private one: peers can read it, but do not compare it
 CONTROL_BYTES: Final = 4096
 
-# The main segment has the control page, then two one-shot areas (small tensors), then the ring (large tensors).
+# The main segment has the control page, then two one-shot areas (small tensors), then the ring (large tensors), then the
+# rank's messages of sends and receives.
 NUM_ONE_SHOT_AREAS: Final = 2  # used alternately, like the descriptor slots
 ONE_SHOT_BYTES: Final = 64 * 1024  # the size of one area
 ONE_SHOT_OFFSET: Final = CONTROL_BYTES
 RING_OFFSET: Final = ONE_SHOT_OFFSET + NUM_ONE_SHOT_AREAS * ONE_SHOT_BYTES
 RING_BYTES: Final = 32 * 1024 * 1024  # default size of the ring, through which large tensors pass in chunks
-MAIN_BYTES: Final = RING_OFFSET + RING_BYTES
+MAIL_OFFSET: Final = RING_OFFSET + RING_BYTES
+MAIL_BYTES: Final = 4 * 1024 * 1024  # a page, then a ring for each receiver; only what is written to is committed
+_LONGEST_MAIL_RING_BYTES: Final = 128 * 1024
+MAIN_BYTES: Final = MAIL_OFFSET + MAIL_BYTES
 
 
 class RankState(enum.IntEnum):
@@ -108,6 +112,39 @@ class Engine(Protocol):
         """Return the number of barriers that a rank has arrived at, modulo 2**32."""
 
 
+class Mail(Protocol):
+    """The messages of one rank's sends and receives, which travel through shared memory. Made by ``make_mail``.
+
+    Calls other than ``arm`` come from one thread at a time. A message has a kind and the code of a dtype (0 to 255), three
+    64-bit numbers and a payload. Messages of one rank to another arrive in order.
+    """
+
+    def put(
+        self, peer: int, kind: int, dtype: int, number: int, second: int, third: int, address: int, num_bytes: int, /
+    ) -> bool:
+        """Write a message with the payload at ``address``, and wake the peer if it sleeps.
+
+        Returns:
+            False: there is no room now. Nothing was written; this rank's ``poll`` on the peer's socket wakes when there is.
+        """
+
+    def take(self, peer: int, /) -> tuple[int, int, int, int, int, int, bytes] | None:
+        """Return and remove a message of a peer, or of any peer in turn if ``peer`` is -1; None if there is none.
+
+        Returns:
+            ``(peer, kind, dtype, number, second, third, payload)``.
+        """
+
+    def spin(self, limit_s: float, /) -> bool:
+        """Look for a message for at most so many seconds without the GIL; return whether there is one."""
+
+    def arm(self) -> bool:
+        """Have the next message also make the sender's socket readable; return whether a message is there already.
+
+        Call it before a ``poll`` of the sockets, and do not sleep if it returns True.
+        """
+
+
 def native_built() -> bool:
     """Return whether the C part of the group was built."""
     return _engine is not None and _sparse is not None
@@ -131,3 +168,20 @@ def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[
         fix = "install a C compiler and reinstall guozhuang, or use the gloo backend"
         raise WorldError(explain("the C part of the shared-memory group was not built", rank=rank, fix=fix))
     return _engine.Engine(rank, size, list(controls), list(pidfds))
+
+
+def mail_ring_bytes(size: int) -> int:
+    """Return the size of the ring from one rank to another in a group of ``size`` ranks."""
+    return min(_LONGEST_MAIL_RING_BYTES, (MAIL_BYTES - CONTROL_BYTES) // size // 64 * 64)
+
+
+def make_mail(rank: int, mains: Sequence[int], sockets: Sequence[int]) -> Mail:
+    """Make the mail of this rank.
+
+    Args:
+        rank: this process in the group.
+        mains: address of each rank's main segment.
+        sockets: per rank the descriptor of a connected socket, through which one byte is sent to a rank that sleeps.
+    """
+    areas = [main + MAIL_OFFSET for main in mains]
+    return _engine.Mail(rank, areas, list(sockets), mail_ring_bytes(len(areas)))

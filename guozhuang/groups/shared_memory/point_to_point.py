@@ -1,8 +1,9 @@
-"""Sends and receives between two ranks, which travel over a socket per pair.
+"""Sends and receives between two ranks, by messages in memory that both map.
 
 [Note: how a payload travels] The sender offers size, dtype and tag; a small payload is sent with the offer. The receiver
 matches offers with receives, and compares sizes and dtypes before anything is written. Then it reads the small payload, or
-requests the large one. The sender copies that in chunks to slots of memory that both map, one message per chunk; the receiver
+requests the large one. The messages lie in rings of shared memory: see ``_mail.c``. The socket of a pair only wakes a rank
+that sleeps, hands over descriptors, and tells that the other end is closed. The sender copies that in chunks to slots of memory that both map, one message per chunk; the receiver
 copies each chunk to its tensor and returns the slot. The memory belongs to the pair and to one direction: it is made with the
 first large payload, and a rank that reads nothing blocks only its own pair. A send ends when the receiver has all
 of it, as the receiver may refuse it until then; so, as with gloo, a send waits for its receive.
@@ -27,12 +28,11 @@ import itertools
 import math
 import select
 import socket
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Set
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -42,14 +42,16 @@ from guozhuang.errors import UsageError, WorldError, explain
 from ..attending import Attendant
 from . import transfers
 from .arguments import Bytes
-from .engine import DOING_BYTES, DOING_OFFSET, STATE_OFFSET, RankState
+from .engine import DOING_BYTES, DOING_OFFSET, STATE_OFFSET, RankState, mail_ring_bytes, make_mail
 from .peers import ENDED, ended_events
 from .rendezvous import Peers
 from .segments import Segment
 from .transfers import Offer, Slots, Transfer, UnderWay
 
 _SHORT_OF_MEMORY: Final = frozenset((errno.ENOBUFS, errno.ENOMEM))  # no kernel memory for a message: send it later
-_READS_PER_TURN: Final = 64  # most messages that are read from one peer before the next peer's
+_MESSAGES_PER_TURN: Final = 64  # most messages that are processed before new transfers begin
+_NOTE_BYTES: Final = 16  # room for what comes through a socket: one byte that wakes, or a size with a descriptor
+_RETRY_S: Final = 0.005  # between two trials to send what there was no room for
 _LOOK_S: Final = 0.2  # seconds between two checks whether a rank's group broke, while transfers are unfinished
 _LONGEST_SLEEP_S: Final = 3600.0
 _SPIN_S: Final = 200e-6
@@ -78,6 +80,9 @@ class PointToPoint:
         self._peers, self._rank, self._size, self._timeout_s = peers, peers.rank, peers.size, timeout_s
         self._why_broken = failure
         pages = [segment.address for segment in peers.segments]
+        sockets = [-1 if channel is None else channel.fileno() for channel in peers.channels]
+        self._mail = make_mail(self._rank, pages, sockets)
+        self._along_bytes = min(transfers.MOST_ALONG_BYTES, mail_ring_bytes(self._size) // 4)
         self._states = [ctypes.c_uint32.from_address(page + STATE_OFFSET) for page in pages]
         self._closing = threading.Lock()  # guards the next three attributes
         self._new: deque[Transfer] = deque()
@@ -85,18 +90,19 @@ class PointToPoint:
         self._failure: BaseException | None = None  # the error that ended it
         self._channels = [(peer, channel) for peer, channel in enumerate(peers.channels) if channel is not None]
         # The next attributes are used under the attendant's lock. See [Note: one thread at a time].
-        self._attendant = Attendant(self._turn, lambda: self._is_closed, 0.0 if crowded else _SPIN_S)
+        self._attendant = Attendant(self._turn, lambda: self._is_closed, 0.0 if crowded else _SPIN_S, self._mail)
         for peer, channel in self._channels:
             self._attendant.register(channel.fileno(), select.POLLIN)
             self._attendant.register(peers.pidfds[peer], ended_events(peers.pidfds[peer]))
-        self._writes: set[int] = set()  # peers whose sockets are full
         self._under_way = UnderWay(self._rank, self._size)
         self._numbers = itertools.count(1)
         self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # by receiver: sends whose payload it requested
-        # By receiver: queued messages, each with the segment whose descriptor is sent along, if there is one.
-        self._out: list[deque[tuple[bytes, Segment | None]]] = [deque() for _ in pages]
+        # By receiver: what there was no room for, namely messages, each with its payload, and memory that is handed over.
+        self._out: list[deque[tuple[tuple[int, ...], Tensor | None] | Segment]] = [deque() for _ in pages]
+        self._unsent: set[int] = set()  # the peers for which there may be something in the two above
         self._sending: dict[int, Slots] = {}  # by receiver: memory for large payloads
         self._receiving: dict[int, Slots] = {}  # by sender: memory for large payloads
+        self._next_look = 0.0  # when to look whether a rank's group broke
         self._earliest_deadline = math.inf  # no transfer expires before this time; its transfer may have ended
         self._thread = threading.Thread(target=self._serve, name=f"guozhuang-p2p-{self._rank}", daemon=True)
         try:
@@ -190,27 +196,34 @@ class PointToPoint:
                 self._attendant.wake()
             if not isinstance(unexpected, Exception):
                 raise  # a signal's handler raised it in the waiting thread
+        if self._unsent:
+            return _RETRY_S
         if not self._under_way.is_empty:
             return min(self._earliest_deadline - time.monotonic(), _LOOK_S)
         return _LONGEST_SLEEP_S
 
     def _process(self, ready: Set[int]) -> None:
+        for _ in range(_MESSAGES_PER_TURN):
+            message = self._mail.take(-1)
+            if message is None:
+                break
+            if message[0] not in self._under_way.lost:
+                self._hear(*message)
         for peer, channel in self._channels if ready else ():
-            if peer in self._under_way.lost:
-                continue
-            if channel.fileno() in ready:
-                self._read(peer, _READS_PER_TURN)
-            if self._peers.pidfds[peer] in ready and peer not in self._under_way.lost:
+            if channel.fileno() in ready and peer not in self._under_way.lost:
                 self._read(peer)
+            if self._peers.pidfds[peer] in ready and peer not in self._under_way.lost:
                 self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) is gone")
-        self._look_who_gave_up()
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._look_who_gave_up()
+            self._next_look = now + _LOOK_S / 2
         while self._new:
             self._take(self._new[0])
             self._new.popleft()
-        for peer, _ in self._channels:
-            if self._out[peer] or self._streams[peer]:
-                self._flush(peer)
-        if time.monotonic() >= self._earliest_deadline:
+        for peer in tuple(self._unsent):
+            self._flush(peer)
+        if now >= self._earliest_deadline:
             self._expire()
 
     def _take(self, transfer: Transfer) -> None:
@@ -225,8 +238,9 @@ class PointToPoint:
                 return
             transfer.number = next(self._numbers)
             self._under_way.sends[transfer.number] = transfer
-            numbers, payload = (transfer.number, transfer.tag, transfer.num_elements), transfer.small_payload()
-            self._say(transfer.peer, transfers.OFFER, *numbers, dtype=transfer.dtype, payload=payload)
+            numbers = transfer.number, transfer.tag, transfer.num_elements
+            num_bytes = transfer.num_bytes if transfer.num_bytes <= self._along_bytes else 0
+            self._say(transfer.peer, transfers.OFFER, *numbers, transfer.dtype, transfer.address, num_bytes)
         elif (offer := self._under_way.post(transfer)) is not None:
             self._match(transfer, offer)
         elif (lost := self._under_way.hopeless(transfer)) is not None:
@@ -236,7 +250,7 @@ class PointToPoint:
     def _match(self, receive: Transfer, offer: Offer) -> None:
         receive.sender = offer.source
         if (receive.dtype, receive.num_elements) != (offer.dtype, offer.num_elements):
-            self._say(offer.source, transfers.DIFFERS, offer.number, receive.num_elements, dtype=receive.dtype)
+            self._say(offer.source, transfers.DIFFERS, offer.number, receive.num_elements, 0, receive.dtype)
             receive.end(receive.differs(offer.source, offer.dtype, offer.num_elements))
         elif offer.is_here:
             ctypes.memmove(receive.address, offer.payload, len(offer.payload))
@@ -249,35 +263,56 @@ class PointToPoint:
 
     # The methods below send and process messages.
 
-    def _say(self, peer: int, *message: Any, memory: Segment | None = None, **more: Any) -> None:
-        """Queue a message, given by the arguments of ``transfers.pack``, and the memory that is shared with it."""
-        if peer not in self._under_way.lost:
-            self._out[peer].append((transfers.pack(*message, **more), memory))
+    def _say(
+        self,
+        peer: int,
+        kind: int,
+        number: int,
+        second: int = 0,
+        third: int = 0,
+        dtype: int = 0,
+        address: int = 0,
+        num_bytes: int = 0,
+    ) -> None:
+        """Send a message with the payload at ``address``; queue it, with a copy of the payload, if there is no room."""
+        if peer in self._under_way.lost:
+            return
+        out = self._out[peer]
+        if out or not self._mail.put(peer, kind, dtype, number, second, third, address, num_bytes):
+            kept = torch.empty(num_bytes, dtype=torch.uint8) if num_bytes else None
+            if kept is not None:
+                ctypes.memmove(kept.data_ptr(), address, num_bytes)
+                address = kept.data_ptr()
+            out.append(((kind, dtype, number, second, third, address, num_bytes), kept))
+            self._unsent.add(peer)
 
     def _flush(self, peer: int) -> None:
-        """Send a peer's queued messages, as many as its socket takes, and fill its free slots with payload."""
-        channel, out = self._peers.channels[peer], self._out[peer]
-        if peer in self._under_way.lost or channel is None:
-            return
+        """Send what is queued for a peer, as far as there is room, and fill its free slots with payload."""
+        out = self._out[peer]
+        while out or self._fill_slot(peer):
+            if out:
+                first = out.popleft()
+                if not (self._hand_over(peer, first) if isinstance(first, Segment) else self._mail.put(peer, *first[0])):
+                    out.appendleft(first)
+                    return
+        self._unsent.discard(peer)  # until a slot is free, if there is none now
+
+    def _hand_over(self, peer: int, memory: Segment) -> bool:
+        """Send a peer the descriptor of memory; return whether its socket had room, or nobody needs it any more."""
+        channel = self._peers.channels[peer]
+        assert channel is not None
         try:
-            while out or self._fill_slot(peer):
-                message, memory = out[0]
-                if memory is None:
-                    channel.send(message, socket.MSG_NOSIGNAL)
-                else:
-                    socket.send_fds(channel, [message], [memory.fd], socket.MSG_NOSIGNAL)
-                    memory.close_descriptor()
-                out.popleft()
+            socket.send_fds(channel, [memory.num_bytes.to_bytes(8, "little")], [memory.fd], socket.MSG_NOSIGNAL)
         except OSError as error:
-            if error.errno in ENDED:  # the peer ended; ``_read`` fails its transfers, after its last messages
-                out.clear()
+            if error.errno in ENDED:  # ``_read`` fails the peer's transfers, after its last messages
+                self._out[peer].clear()
                 self._streams[peer].clear()
-            elif not isinstance(error, BlockingIOError) and error.errno not in _SHORT_OF_MEMORY:
+            elif isinstance(error, BlockingIOError) or error.errno in _SHORT_OF_MEMORY:
+                return False
+            else:
                 raise
-        if bool(out) != (peer in self._writes):
-            self._writes ^= {peer}
-            self._attendant.register(channel.fileno(), select.POLLIN | (select.POLLOUT if out else 0))
-            self._attendant.wake()  # the other thread may poll for the events as they were
+        memory.close_descriptor()
+        return True
 
     def _fill_slot(self, peer: int) -> bool:
         """Copy the next chunk of a requested payload to a free slot and queue its message; return whether one was queued."""
@@ -295,50 +330,50 @@ class PointToPoint:
                 self._say(peer, transfers.GIVEN_UP, send.number, 1)
                 send.end(error)
                 return True
-            self._say(peer, transfers.MEMORY, slots.segment.num_bytes, memory=slots.segment)
+            if self._out[peer] or not self._hand_over(peer, slots.segment):
+                self._out[peer].append(slots.segment)
         self._say(peer, transfers.CHUNK, send.number, *slots.fill(send))
         if send.offset_bytes < send.num_bytes:
             streams.append(send)  # to the end: payloads for one receiver take turns
         return True
 
-    def _read(self, peer: int, at_most: int = sys.maxsize) -> None:
-        """Receive and process messages from a peer."""
+    def _read(self, peer: int) -> None:
+        """Read what came through a peer's socket."""
         channel = self._peers.channels[peer]
         assert channel is not None
-        for _ in range(at_most):
+        while True:
             try:
-                message, fds, _, _ = socket.recv_fds(channel, transfers.LONGEST_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                note, fds, _, _ = socket.recv_fds(channel, _NOTE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # the peer ended; the error comes once, before the last messages that it sent
-            if not message:
+                continue  # the peer ended; the error comes once, before the last notes that it sent
+            if not note:
                 self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) closed its end")
                 return
-            self._hear(peer, fds, *transfers.unpack(message))
-            if peer in self._under_way.lost:
-                return
+            if len(note) > 1:
+                self._receiving[peer] = Slots.adopt(fds, int.from_bytes(note, "little"))
+                return  # to the chunk that needs it; what follows in the socket stays readable
 
-    def _hear(
-        self, peer: int, fds: list[int], kind: bytes, dtype: str, number: int, second: int, third: int, payload: bytes
-    ) -> None:
+    def _hear(self, peer: int, kind: int, dtype: int, number: int, second: int, third: int, payload: bytes) -> None:
         if kind == transfers.OFFER:
             offer = Offer(peer, number, second, dtype, third, payload)
             receive = self._under_way.offer(offer)
             if receive is not None:
                 self._match(receive, offer)
-        elif kind == transfers.MEMORY:
-            self._receiving[peer] = Slots.adopt(fds, number)
         elif kind == transfers.CHUNK:
             self._take_chunk(peer, number, second, third)
         elif kind == transfers.TAKEN:
             self._sending[peer].give_back(number)
+            if self._streams[peer]:
+                self._unsent.add(peer)
         elif kind == transfers.GIVEN_UP and second:
             self._under_way.forget_offers(peer, unless=lambda offer: offer.number != number)
             if (receive := self._under_way.receives.pop((peer, number), None)) is not None:
                 receive.end(receive.given_up(peer, self._peers.pids[peer]))
         elif kind == transfers.ASK and number in self._under_way.sends:
             self._streams[peer].append(self._under_way.sends[number])
+            self._unsent.add(peer)
         elif (send := self._under_way.sends.pop(number, None)) is not None:
             if kind == transfers.DONE:
                 send.end()
@@ -351,18 +386,21 @@ class PointToPoint:
         """Copy a received chunk to its tensor, unless the receive was aborted, and return the slot to the sender."""
         receive = self._under_way.receives.get((peer, number))
         if receive is not None:
+            if peer not in self._receiving:  # it was handed over before this chunk was sent
+                self._read(peer)
             self._receiving[peer].empty(receive, slot, num_bytes)
         self._say(peer, transfers.TAKEN, slot)
         if receive is not None and receive.offset_bytes == receive.num_bytes:
             del self._under_way.receives[peer, number]
             self._say(peer, transfers.DONE, number)
             receive.end()
-        self._flush(peer)
 
     # The methods below handle failures.
 
     def _lose(self, peer: int, text: str) -> None:
-        """Mark a rank as lost, and fail the transfers that wait for it."""
+        """Process a rank's last messages, mark it as lost, and fail the transfers that wait for it."""
+        while (message := self._mail.take(peer)) is not None:
+            self._hear(*message)
         has_left = self._states[peer].value == RankState.LEFT
         self._under_way.lost[peer] = (text + (", it left the group" if has_left else ""), has_left)
         channel = self._peers.channels[peer]
@@ -415,7 +453,6 @@ class PointToPoint:
             other = None
         if other is not None:
             self._say(other, transfers.GIVEN_UP, transfer.number, int(transfer.is_send))
-            self._flush(other)
         transfer.end(error)
 
     def _say_farewell(self) -> None:

@@ -8,13 +8,13 @@ import errno
 import logging
 import math
 import os
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,35 +23,25 @@ from guozhuang.groups.serial import NO_LIMIT, PendingWork
 
 from .segments import Segment
 
-# Each message begins with its kind, the name of the dtype, and three numbers, whose meanings depend on the kind.
-MESSAGE: Final = struct.Struct("<4s20sqqq")
-OFFER: Final = b"OFFR"  # sender -> receiver: number of the send, tag, elements; a small payload follows
-ASK: Final = b"ASK "  # receiver -> sender: number of the send; requests its payload
-MEMORY: Final = b"MEMO"  # sender -> receiver: size of the memory with the slots, whose descriptor is sent along
-CHUNK: Final = b"CHNK"  # sender -> receiver: number of the send, slot with the next part of its payload, bytes
-TAKEN: Final = b"TAKN"  # receiver -> sender: number of a slot that is free again
-DONE: Final = b"DONE"  # receiver -> sender: number of a send whose whole payload has arrived
-DIFFERS: Final = b"DIFF"  # receiver -> sender: number of the send, number of elements that the receive expects
-GIVEN_UP: Final = b"GONE"  # number of a send that one side aborted; 1 if the sender did, 0 if the receiver did
-ALONG_BYTES: Final = 16 << 10  # a payload up to this size is sent with its offer
-LONGEST_BYTES: Final = MESSAGE.size + ALONG_BYTES  # size of the longest message
+# The kinds of messages, and the meaning of their three numbers.
+OFFER: Final = 0  # sender -> receiver: number of the send, tag, elements; a small payload follows
+ASK: Final = 1  # receiver -> sender: number of the send; requests its payload
+CHUNK: Final = 2  # sender -> receiver: number of the send, slot with the next part of its payload, bytes
+TAKEN: Final = 3  # receiver -> sender: number of a slot that is free again
+DONE: Final = 4  # receiver -> sender: number of a send whose whole payload has arrived
+DIFFERS: Final = 5  # receiver -> sender: number of the send, number of elements that the receive expects
+GIVEN_UP: Final = 6  # number of a send that one side aborted; 1 if the sender did, 0 if the receiver did
+MOST_ALONG_BYTES: Final = 16 << 10  # at most so large a payload is sent with its offer
 TAGS: Final = range(-(1 << 63), 1 << 63)  # a tag must fit into a message
-
 
 _SLOT_BYTES: Final = 1 << 20  # large, so that a large payload needs few messages
 _FEWEST_CHUNK_BYTES: Final = 256 << 10
 _NUM_SLOTS: Final = 3  # with fewer, sender and receiver would wait for each other
 
-
-def pack(kind: bytes, number: int, *numbers: int, dtype: str = "", payload: bytes = b"") -> bytes:
-    """Return the bytes of a message; numbers that a kind does not use are 0."""
-    return MESSAGE.pack(kind, dtype.encode(), number, *(*numbers, 0, 0)[:2]) + payload
-
-
-def unpack(message: bytes) -> tuple[bytes, str, int, int, int, bytes]:
-    """Return kind, dtype, the three numbers and the small payload of a message."""
-    kind, name, number, second, third = MESSAGE.unpack_from(message)
-    return kind, name.rstrip(b"\0").decode(), number, second, third, message[MESSAGE.size :]
+DTYPE_NAMES: Final = tuple(
+    sorted({str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)})
+)
+_CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES)}
 
 
 def check(peer: int | None, tag: object, rank: int, size: int) -> None:
@@ -82,7 +72,7 @@ class Slots:
 
     @classmethod
     def adopt(cls, fds: list[int], num_bytes: int) -> Slots:
-        """Map the memory whose descriptor came with a message of kind ``MEMORY``."""
+        """Map the memory whose descriptor came through the socket."""
         if not fds:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         segment = Segment.adopt(fds[0], num_bytes)
@@ -126,6 +116,7 @@ class Transfer(PendingWork):
 
     Attributes:
         address: where the values lie in memory; valid until the transfer has ended.
+        dtype: the place of the dtype's name in ``DTYPE_NAMES``.
         sender: the rank that sends; None for a receive from any rank that is not matched yet.
         what: the transfer in words, e.g. ``"send of 1024 float32 to rank 1 (tag 0)"``.
     """
@@ -146,13 +137,11 @@ class Transfer(PendingWork):
         assert plain.is_contiguous() and plain.is_cpu
         self.rank, self.peer, self.tag, self.is_send = rank, peer, tag, is_send
         self.deadline, self.limit_s = time.monotonic() + limit_s, limit_s
-        self.dtype, self.num_elements = str(plain.dtype).removeprefix("torch."), plain.numel()
+        self.dtype, self.num_elements = _CODES[plain.dtype], plain.numel()
         self.sender: int | None = rank if is_send else peer
         self.number = 0  # the send's number on its rank; 0 in a receive that is not matched yet
         self.offset_bytes = 0  # how much of the payload has been sent or received
-        self.num_bytes = plain.numel() * plain.element_size()
-        # Several chunks, so that both sides copy at the same time; few, as each costs a message.
-        self.chunk_bytes = min(max(self.num_bytes // 4, _FEWEST_CHUNK_BYTES), _SLOT_BYTES)
+        self.num_bytes = self.num_elements * plain.itemsize
         self.address = plain.data_ptr()
         self._tensor, self._plain, self._attend = tensor, plain, attend
 
@@ -161,16 +150,17 @@ class Transfer(PendingWork):
         """Return a description of this transfer in words, for errors."""
         where = "any rank" if self.peer is None else f"rank {self.peer}"
         kind, way = ("send", "to") if self.is_send else ("recv", "from")
-        return f"{kind} of {self.num_elements} {self.dtype} {way} {where} (tag {self.tag})"
+        return f"{kind} of {self.num_elements} {DTYPE_NAMES[self.dtype]} {way} {where} (tag {self.tag})"
 
     @property
     def other(self) -> int | None:
         """Return the rank at the other end of this transfer; None while it is unknown."""
         return self.peer if self.peer is not None else self.sender
 
-    def small_payload(self) -> bytes:
-        """Return the values as bytes if they are sent with the offer; b"" if the receiver must request them."""
-        return ctypes.string_at(self.address, self.num_bytes) if self.num_bytes <= ALONG_BYTES else b""
+    @property
+    def chunk_bytes(self) -> int:
+        """Return the size of a part of a large payload: several, so that both sides copy at once; each costs a message."""
+        return min(max(self.num_bytes // 4, _FEWEST_CHUNK_BYTES), _SLOT_BYTES)
 
     def source_rank(self) -> int:
         """Return the rank that sent; -1 while the transfer is not matched."""
@@ -180,12 +170,13 @@ class Transfer(PendingWork):
 
     @override
     def wait(self, timeout: datetime.timedelta = NO_LIMIT) -> bool:
-        if self._completed:
-            return super().wait(timeout)
-        limit_s, begin = timeout.total_seconds(), time.monotonic()
-        self._attend(self.is_completed, limit_s if limit_s > 0 else math.inf)
-        left_s = limit_s - (time.monotonic() - begin)
-        return super().wait(datetime.timedelta(seconds=max(left_s, 1e-3)) if limit_s > 0 else NO_LIMIT)
+        if not self._completed and timeout is not NO_LIMIT and (limit_s := timeout.total_seconds()) > 0:
+            begin = time.monotonic()
+            self._attend(self.is_completed, limit_s)
+            timeout = datetime.timedelta(seconds=max(limit_s - (time.monotonic() - begin), 1e-3))
+        elif not self._completed:
+            self._attend(self.is_completed, math.inf)
+        return super().wait(timeout)
 
     @override
     def when_done(self, callback: Callable[[], None]) -> None:
@@ -232,12 +223,15 @@ class Transfer(PendingWork):
         """Return the error of a transfer that the other rank aborted."""
         return self.lost(peer, pid, f"rank {peer} gave up its side of the {self.what}")
 
-    def differs(self, peer: int, dtype: str, num_elements: int) -> MismatchError:
+    def differs(self, peer: int, dtype: int, num_elements: int) -> MismatchError:
         """Return the error for a send and a receive of different dtype or size; the arguments are those of the other rank."""
         mine, other = (self.rank, "sends"), (peer, "receives")
         if not self.is_send:
             mine, other = (self.rank, "receives"), (peer, "sends")
-        rows = [(*mine, self.num_elements, self.dtype), (*other, num_elements, dtype)]
+        rows = [
+            (*mine, self.num_elements, DTYPE_NAMES[self.dtype]),
+            (*other, num_elements, DTYPE_NAMES[dtype]),
+        ]
         table = rank_table(("rank", "", "elements", "dtype"), rows)
         text = f"a send and its receive differ (tag {self.tag})"
         fix = "let both ranks use one size and dtype, or different tags"
@@ -252,7 +246,7 @@ class Offer:
         source: the rank that sends.
         number: the send's number on that rank.
         tag: the send's tag.
-        dtype: name of the dtype.
+        dtype: the place of the dtype's name in ``DTYPE_NAMES``.
         num_elements: the tensor's number of elements.
         payload: the bytes of a small payload; empty if the receiver must request them.
         turn: a counter over the offers of all ranks, in order of arrival.
@@ -261,7 +255,7 @@ class Offer:
     source: int
     number: int
     tag: int
-    dtype: str
+    dtype: int
     num_elements: int
     payload: bytes
     turn: int = 0
