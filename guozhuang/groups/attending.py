@@ -42,8 +42,8 @@ class Attendant:
     """Calls one function, in one thread at a time, with the descriptors that are ready. See [Note: who waits attends].
 
     Args:
-        process: called with the descriptors that are ready, under ``lock``; returns for how many seconds nothing needs to
-            be looked at but descriptors. It must not raise.
+        process: called with the descriptors that are ready, or None where a transfer has begun, under ``lock``; returns for
+            how many seconds nothing needs to be looked at but descriptors and messages. It must not raise.
         has_ended: whether no more calls shall be made.
         spin_s: how long a waiting thread looks again and again before it sleeps, in seconds.
         messages: looks for messages in memory.
@@ -54,7 +54,7 @@ class Attendant:
 
     def __init__(
         self,
-        process: Callable[[Set[int]], float],
+        process: Callable[[Set[int] | None], float],
         has_ended: Callable[[], bool],
         spin_s: float,
         messages: Looks,
@@ -154,11 +154,13 @@ class Attendant:
                     self.wake()
 
     def attend_now(self) -> None:
-        """Process once, in this thread if none is at it, else in that one."""
+        """Let ``process`` know that a transfer has begun, in this thread if none is at it, else in that one."""
         if self.lock.acquire(blocking=False):
+            self._processing = threading.get_ident()
             try:
-                self._call(_NONE)
+                self._sleep_s = self._process(None)
             finally:
+                self._processing = 0
                 self.lock.release()
             if not self._sleeps_long:
                 return

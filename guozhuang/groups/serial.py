@@ -99,14 +99,14 @@ class CallWork(dist._Work):
 class PendingWork(CallWork):
     """The work of a call that ends later, on another thread."""
 
+    _completed = False
+    _ended: threading.Lock | None = None  # held until the call has ended, if a thread waits; the cheapest thing to wait for
+    _callbacks: Sequence[Callable[[], None]] = ()
+    _last: Callable[[], None] | None = None
+
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         super().__init__(tensors)
-        self._ended = threading.Lock()  # held until the call has ended; a lock is the cheapest thing to wait for
-        self._ended.acquire()
-        self._completed = False
-        self._guard = threading.Lock()  # guards ``_callbacks``, and the change of ``_completed``
-        self._callbacks: list[Callable[[], None]] = []
-        self._last: Callable[[], None] | None = None
+        self._guard = threading.Lock()  # guards ``_callbacks``, ``_ended``, and the change of ``_completed``
 
     def wait(self, timeout: datetime.timedelta = NO_LIMIT) -> bool:
         """Wait until the call has ended; raise its error. The argument is that of ``CallWork.wait``.
@@ -117,10 +117,15 @@ class PendingWork(CallWork):
             WorldError: the call did not end within ``timeout``, or failed for another reason.
         """
         if not self._completed:
+            with self._guard:
+                if not self._completed and self._ended is None:
+                    self._ended = threading.Lock()
+                    self._ended.acquire()
             limit_s = timeout.total_seconds()
-            if not self._ended.acquire(timeout=limit_s if limit_s > 0 else -1):
-                raise self._late(limit_s)
-            self._ended.release()
+            if self._ended is not None:
+                if not self._ended.acquire(timeout=limit_s if limit_s > 0 else -1):
+                    raise self._late(limit_s)
+                self._ended.release()
         if self._error is not None:
             try:
                 raise self._error
@@ -136,7 +141,7 @@ class PendingWork(CallWork):
         """Call ``callback`` when the call has ended, with or without an error: on the thread that ends it, or now if it has."""
         with self._guard:
             if not self._completed:
-                self._callbacks.append(self._at_end(callback))
+                self._callbacks = [*self._callbacks, self._at_end(callback)]
                 return
         callback()
 
@@ -160,8 +165,9 @@ class PendingWork(CallWork):
             if self._last is not None:
                 self._last()
             self._error, self._completed = error, True
-            callbacks, self._callbacks = self._callbacks, []
-        self._ended.release()
+            callbacks, self._callbacks = self._callbacks, ()
+            if self._ended is not None:
+                self._ended.release()
         for callback in callbacks:
             callback()
 

@@ -38,8 +38,8 @@ class Reads:
         self.thread = threading.Thread(target=self.attendant.serve, name="own", daemon=True)
         self.thread.start()
 
-    def process(self, ready: Set[int]) -> float:
-        if self.out in ready:
+    def process(self, ready: Set[int] | None) -> float:
+        if ready and self.out in ready:
             self.read.append((threading.current_thread().name, os.read(self.out, 1)))
             if self.fails:
                 raise KeyboardInterrupt
@@ -106,7 +106,7 @@ def test_an_interrupt_in_a_wait_leaves_the_lock_free(reads: Reads) -> None:
 def test_a_wait_inside_of_a_callback_does_not_process(reads: Reads) -> None:
     seen: list[float] = []
 
-    def process(ready: Set[int]) -> float:
+    def process(ready: Set[int] | None) -> float:
         begin = time.monotonic()
         attendant.attend(lambda: False, 10.0)
         seen.append(time.monotonic() - begin)
@@ -142,7 +142,7 @@ def test_a_wake_that_a_short_wait_reads_still_reaches_the_own_thread() -> None:
     slept = [3600.0]
     turns: list[str] = []
 
-    def process(ready: Set[int]) -> float:
+    def process(ready: Set[int] | None) -> float:
         turns.append(threading.current_thread().name)
         return slept[0]
 

@@ -355,7 +355,7 @@ def test_matching_equals_a_search_in_order(events: list[tuple[str, int, int]]) -
             receive = Transfer(tensor, tensor, 9, source or None, tag, is_send=False, limit_s=0.0)
             assert matcher.post(receive) is twin.post(receive)
         elif event == "o":
-            offer = Offer(source + 1, number, tag, "float32", 1, b"")
+            offer = Offer(source + 1, number, tag, 0, 1, b"")
             assert matcher.offer(offer) is twin.offer(offer)
         elif event == "r" and twin.posted:
             matcher.withdraw(twin.posted.pop(source % len(twin.posted)))

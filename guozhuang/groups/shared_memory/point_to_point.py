@@ -41,7 +41,7 @@ from guozhuang.errors import UsageError, WorldError, explain
 
 from ..attending import Attendant
 from . import transfers
-from .arguments import Bytes
+from .arguments import Bytes, is_plain
 from .engine import DOING_BYTES, DOING_OFFSET, STATE_OFFSET, RankState, mail_ring_bytes, make_mail
 from .peers import ENDED, ended_events
 from .rendezvous import Peers
@@ -142,10 +142,8 @@ class PointToPoint:
     def _begin(self, tensor: Tensor, peer: int | None, tag: int, timeout_s: float | None, *, is_send: bool) -> Transfer:
         transfers.check(peer, tag, self._rank, self._size)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        plain = Bytes().plain(tensor)
-        transfer = Transfer(
-            tensor, plain, self._rank, peer, tag, is_send=is_send, limit_s=limit_s, attend=self._attendant.attend
-        )
+        plain = tensor if is_plain(tensor) else Bytes().plain(tensor)
+        transfer = Transfer(tensor, plain, self._rank, peer, tag, is_send, limit_s, self._attendant.attend)
         with self._closing:
             if self._is_closed:
                 raise copy.copy(self._failure) or self._world_error(*_DESTROYED)
@@ -178,12 +176,12 @@ class PointToPoint:
             for slots in (*self._sending.values(), *self._receiving.values()):
                 slots.segment.close()
 
-    def _turn(self, ready: Set[int]) -> float:
+    def _turn(self, ready: Set[int] | None) -> float:
         """Process everything that is ready; return for how many seconds nothing else needs to be looked at."""
         if self._is_closed:
             return 0.0
         try:
-            self._process(ready)
+            return self._process(ready)
         except BaseException as unexpected:
             what = f"sends and receives ended after {type(unexpected).__name__}: {unexpected}"
             error = self._world_error(what, "mend the cause and make a new group")
@@ -196,13 +194,24 @@ class PointToPoint:
                 self._attendant.wake()
             if not isinstance(unexpected, Exception):
                 raise  # a signal's handler raised it in the waiting thread
+            return 0.0
+
+    def _process(self, ready: Set[int] | None) -> float:
+        now = time.monotonic()
+        if ready is not None:
+            self._receive(ready, now)
+        while self._new:
+            self._take(self._new[0])
+            self._new.popleft()
+        for peer in tuple(self._unsent):
+            self._flush(peer)
+        if now >= self._earliest_deadline:
+            self._expire()
         if self._unsent:
             return _RETRY_S
-        if not self._under_way.is_empty:
-            return min(self._earliest_deadline - time.monotonic(), _LOOK_S)
-        return _LONGEST_SLEEP_S
+        return _LONGEST_SLEEP_S if self._under_way.is_empty else min(self._earliest_deadline - now, _LOOK_S)
 
-    def _process(self, ready: Set[int]) -> None:
+    def _receive(self, ready: Set[int], now: float) -> None:
         for _ in range(_MESSAGES_PER_TURN):
             message = self._mail.take(-1)
             if message is None:
@@ -214,21 +223,14 @@ class PointToPoint:
                 self._read(peer)
             if self._peers.pidfds[peer] in ready and peer not in self._under_way.lost:
                 self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) is gone")
-        now = time.monotonic()
         if now >= self._next_look:
             self._look_who_gave_up()
             self._next_look = now + _LOOK_S / 2
-        while self._new:
-            self._take(self._new[0])
-            self._new.popleft()
-        for peer in tuple(self._unsent):
-            self._flush(peer)
-        if now >= self._earliest_deadline:
-            self._expire()
 
     def _take(self, transfer: Transfer) -> None:
         """Start a new transfer."""
-        self._earliest_deadline = min(self._earliest_deadline, transfer.deadline)
+        if transfer.deadline < self._earliest_deadline:
+            self._earliest_deadline = transfer.deadline
         if self._rank in self._under_way.gave_up:
             transfer.end(self._broken())
         elif transfer.is_send:

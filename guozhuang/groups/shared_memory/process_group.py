@@ -251,6 +251,8 @@ class GroupResources:
 
     def point_to_point(self) -> PointToPoint:
         """Return the object for sends and receives, made on first use."""
+        if self._point_to_point is not None and not self._closed:
+            return self._point_to_point
         with self._making:
             if self._closed:
                 raise _gone(self._rank)

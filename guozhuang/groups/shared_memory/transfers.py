@@ -128,13 +128,11 @@ class Transfer(PendingWork):
         rank: int,
         peer: int | None,
         tag: int,
-        *,
         is_send: bool,
         limit_s: float,
         attend: Callable[[Callable[[], bool], float], None] = lambda is_done, limit_s: None,
     ) -> None:
         super().__init__([tensor])
-        assert plain.is_contiguous() and plain.is_cpu
         self.rank, self.peer, self.tag, self.is_send = rank, peer, tag, is_send
         self.deadline, self.limit_s = time.monotonic() + limit_s, limit_s
         self.dtype, self.num_elements = _CODES[plain.dtype], plain.numel()
@@ -238,7 +236,7 @@ class Transfer(PendingWork):
         return MismatchError(f"{explain(text, rank=self.rank, fix=fix)}\n{table}")
 
 
-@dataclass
+@dataclass(slots=True)
 class Offer:
     """A rank's message that it wants to send a tensor.
 
@@ -294,8 +292,7 @@ class UnderWay:
 
     def post(self, receive: Transfer) -> Offer | None:
         """Match a receive with an offer and return the offer; if there is none, store the receive and return None."""
-        sources = [receive.peer] if receive.peer is not None else [s for s, tag in self._offers if tag == receive.tag]
-        keys = [(source, receive.tag) for source in sources if (source, receive.tag) in self._offers]
+        keys = [key for key in self._offers if key[1] == receive.tag and receive.peer in (None, key[0])]
         if keys:
             key = min(keys, key=lambda k: self._offers[k][0].turn)
             offer = self._offers[key].popleft()
@@ -308,12 +305,15 @@ class UnderWay:
 
     def offer(self, offer: Offer) -> Transfer | None:
         """Match an offer with a receive and return the receive; if there is none, store the offer and return None."""
-        keys = [key for key in ((offer.source, offer.tag), (None, offer.tag)) if key in self._posted]
-        if keys:
-            key = min(keys, key=lambda k: self._posted[k][0][0])
-            _, receive = self._posted[key].popleft()
-            if not self._posted[key]:
-                del self._posted[key]
+        posted, anyone = self._posted, (None, offer.tag)
+        key: tuple[int | None, int] = offer.source, offer.tag
+        queue = posted.get(key)
+        if anyone in posted and (queue is None or posted[anyone][0][0] < queue[0][0]):
+            key, queue = anyone, posted[anyone]
+        if queue is not None:
+            _, receive = queue.popleft()
+            if not queue:
+                del posted[key]
             return receive
         self._turn += 1
         offer.turn = self._turn
