@@ -18,7 +18,7 @@ import torch.distributed as dist
 from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError
 from guozhuang.groups.shared_memory.engine import STATE_OFFSET, RankState
 from guozhuang.groups.shared_memory.point_to_point import PointToPoint
-from guozhuang.groups.shared_memory.transfers import Transfer
+from guozhuang.groups.shared_memory.transfers import STREAM, Transfer
 from tests.processes.shm_peers import (
     a_store,
     barrier,
@@ -161,16 +161,21 @@ def too_late(rank: int, size: int) -> None:
         barrier(size)
 
 
-def stop_at_the_first_chunk(p2p: PointToPoint) -> None:
-    """Let this process be stopped when it has taken the first part of a payload."""
-    take = p2p._take_chunk
+def before_a_payload(p2p: PointToPoint, callback: Callable[[], None]) -> None:
+    """Call a function once where this process has begun to receive a large payload."""
+    hear = p2p._hear
 
-    def take_and_stop(*arguments: Any) -> None:
-        p2p._take_chunk = take  # type: ignore[method-assign]
-        take(*arguments)
-        os.kill(os.getpid(), signal.SIGSTOP)
+    def hear_and_call(peer: int, kind: int, *more: Any) -> None:
+        hear(peer, kind, *more)
+        if kind == STREAM:
+            p2p._hear = hear  # type: ignore[method-assign]
+            callback()
 
-    p2p._take_chunk = take_and_stop  # type: ignore[method-assign]
+    p2p._hear = hear_and_call  # type: ignore[method-assign]
+
+
+def stop_at_the_payload(p2p: PointToPoint) -> None:
+    before_a_payload(p2p, lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def wait_until_stopped(pid: int) -> None:
@@ -182,7 +187,7 @@ def stopped(rank: int, size: int) -> None:
     with group(rank, size, timeout_s=2.0) as (peers, _, p2p):
         large = torch.zeros(20_000_000)
         if rank == 1:
-            stop_at_the_first_chunk(p2p)
+            stop_at_the_payload(p2p)
             with pytest.raises(PeerLost):
                 p2p.recv(large, 0, 0).wait()
         if rank == 0:
@@ -259,21 +264,14 @@ def dies_having_sent_all(rank: int, size: int) -> None:
         if rank == 1:
             sending = p2p.send(tensor, 0, 0)
             barrier(size)
-            while sending.offset_bytes < sending.num_bytes or p2p._out[0]:
-                time.sleep(0.005)
-            time.sleep(0.1)  # the last message is on its way
+            until(lambda: p2p._streams[0], 20)
+            time.sleep(0.1)  # all of it is in the memory between the two
+            assert not sending.is_completed()
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
-            read = p2p._read
-
-            def read_late(peer: int, *more: Any) -> None:
-                if peer == 1 and p2p._under_way.receives:  # it was asked for the payload
-                    poller = select.poll()
-                    poller.register(peers.pidfds[1])
-                    poller.poll()
-                read(peer, *more)
-
-            p2p._read = read_late
+            poller = select.poll()
+            poller.register(peers.pidfds[1])
+            before_a_payload(p2p, poller.poll)
             transfer = p2p.recv(tensor, 1, 0)
         barrier(size)
         if rank == 0:
@@ -406,7 +404,7 @@ def one_is_stopped(rank: int, size: int) -> None:
     with group(rank, size, timeout_s=2.0) as (peers, _, p2p):
         large = torch.zeros(20_000_000)
         if rank == 1:
-            stop_at_the_first_chunk(p2p)
+            stop_at_the_payload(p2p)
             with pytest.raises(PeerLost):
                 p2p.recv(large, 0, 0).wait()
         elif rank == 0:

@@ -1,4 +1,10 @@
-/* Messages of sends and receives: for each pair of ranks and each direction a ring in shared memory.
+/* Messages and large payloads of sends and receives: for each pair of ranks and each direction two rings in shared memory.
+
+   [Note: how a large payload moves]
+   A payload passes through its ring in pieces, so that both ranks copy at the same time and what they copy stays in the cache.
+   At most one payload is on its way in each direction of a pair. Its position in the stream of all bytes is told by a message
+   before; the reader begins there, whatever is left of a payload that one side gave up. The pieces are copied by whoever
+   looks for messages, without the GIL. The reader is told the end of a payload as if that were a message.
 
    [Note: memory order of a ring]
    One rank writes a ring and one reads it, each with one thread at a time. `written` and `read` count bytes since the
@@ -23,6 +29,8 @@
 
 #define FIRST_RING_OFFSET 4096 /* the word `asleep` is before */
 #define DATA_OFFSET 192
+#define LONGEST_PIECE_BYTES 65536
+#define SETTLE_NS 20000 /* a thread that does not spin looks for so long whether a payload goes on */
 #define BUSY_SPIN_NS 10000 /* of a spin, before each look also offers the core to others */
 #define LOOKS_PER_CLOCK 16
 
@@ -40,18 +48,34 @@ typedef struct {
     _Alignas(64) uint32_t blocked;
 } ring;
 
+/* A payload on its way. */
+typedef struct {
+    unsigned char *address; /* of the next piece */
+    uint64_t left;
+    int64_t number;
+    int is_here, is_push;
+} payload;
+
+#define PULLED 128 /* the kind of the message that tells the end of a payload: the same number as in transfers.py */
+
 typedef struct {
     PyObject_HEAD
     int rank, size, next; /* `next`: whose ring is looked at first */
-    uint64_t room;        /* for messages in a ring */
-    size_t ring_bytes;
+    int num_payloads;
+    size_t ring_bytes[2];  /* of messages, of payloads */
     unsigned char **areas; /* by rank: where it writes */
     int *sockets;          /* by rank */
+    payload *payloads;     /* by rank, twice: pulled from there, pushed to it */
 } mail;
 
-static ring *ring_of(const mail *self, int writer, int reader) {
-    return (ring *)(self->areas[writer] + FIRST_RING_OFFSET + self->ring_bytes * (size_t)reader);
+enum { MESSAGES, PAYLOADS };
+
+static ring *ring_of(const mail *self, int kind, int writer, int reader) {
+    const size_t both = self->ring_bytes[MESSAGES] + self->ring_bytes[PAYLOADS];
+    return (ring *)(self->areas[writer] + FIRST_RING_OFFSET + both * (size_t)reader + (kind ? self->ring_bytes[MESSAGES] : 0));
 }
+
+static uint64_t room_of(const mail *self, int kind) { return self->ring_bytes[kind] - DATA_OFFSET; }
 
 static uint32_t *asleep_of(const mail *self, int rank) { return (uint32_t *)self->areas[rank]; }
 
@@ -62,18 +86,68 @@ static void wake_if(const mail *self, int rank, uint32_t *word) {
         (void)!send(self->sockets[rank], "!", 1, MSG_DONTWAIT | MSG_NOSIGNAL); /* a full socket wakes as well */
 }
 
-static void copy_in(const mail *self, ring *to, uint64_t at, const void *from, size_t num_bytes) {
+static void copy_in(ring *to, uint64_t room, uint64_t at, const void *from, size_t num_bytes) {
     unsigned char *data = (unsigned char *)to + DATA_OFFSET;
-    const uint64_t start = at % self->room, left = self->room - start;
+    const uint64_t start = at % room, left = room - start;
     memcpy(data + start, from, num_bytes < left ? num_bytes : left);
     if (num_bytes > left) memcpy(data, (const char *)from + left, num_bytes - left);
 }
 
-static void copy_out(const mail *self, const ring *from, uint64_t at, void *to, size_t num_bytes) {
+static void copy_out(const ring *from, uint64_t room, uint64_t at, void *to, size_t num_bytes) {
     const unsigned char *data = (const unsigned char *)from + DATA_OFFSET;
-    const uint64_t start = at % self->room, left = self->room - start;
+    const uint64_t start = at % room, left = room - start;
     memcpy(to, data + start, num_bytes < left ? num_bytes : left);
     if (num_bytes > left) memcpy((char *)to + left, data, num_bytes - left);
+}
+
+/* ---- payloads ---- */
+
+static ring *ring_of_payload(const mail *self, int peer, const payload *one) {
+    return one->is_push ? ring_of(self, PAYLOADS, self->rank, peer) : ring_of(self, PAYLOADS, peer, self->rank);
+}
+
+/* How many bytes of a payload can be copied now, at most a piece. */
+static uint64_t movable(const mail *self, int peer, const payload *one) {
+    if (one->left == 0) return 0;
+    const ring *through = ring_of_payload(self, peer, one);
+    const uint64_t room = room_of(self, PAYLOADS), piece = room / 4 < LONGEST_PIECE_BYTES ? room / 4 : LONGEST_PIECE_BYTES;
+    const uint64_t wanted = one->left < piece ? one->left : piece;
+    const uint64_t written = __atomic_load_n(&through->written, __ATOMIC_ACQUIRE);
+    const int64_t there = (int64_t)(written - __atomic_load_n(&through->read, __ATOMIC_ACQUIRE));
+    const uint64_t now = one->is_push ? room - (uint64_t)there : there > 0 ? (uint64_t)there : 0;
+    return now < wanted ? 0 : wanted; /* whole pieces: less would cost as much */
+}
+
+static void stop(mail *self, payload *one) {
+    self->num_payloads -= one->is_here;
+    one->is_here = 0;
+}
+
+static int move(mail *self, int peer, payload *one) {
+    const uint64_t num_bytes = movable(self, peer, one), room = room_of(self, PAYLOADS);
+    if (num_bytes == 0) return 0;
+    ring *through = ring_of_payload(self, peer, one);
+    if (one->is_push) {
+        copy_in(through, room, through->written, one->address, num_bytes);
+        __atomic_store_n(&through->written, through->written + num_bytes, __ATOMIC_RELEASE);
+        wake_if(self, peer, asleep_of(self, peer));
+    } else {
+        copy_out(through, room, through->read, one->address, num_bytes);
+        __atomic_store_n(&through->read, through->read + num_bytes, __ATOMIC_RELEASE);
+        wake_if(self, peer, &through->blocked);
+    }
+    one->address += num_bytes;
+    one->left -= num_bytes;
+    if (one->is_push && one->left == 0) stop(self, one);
+    return 1;
+}
+
+/* Copy a piece of each payload that can go on, of all peers or (unless -1) of one. Whether there was one. */
+static int move_all(mail *self, int peer) {
+    int moved = 0;
+    for (int i = 0; self->num_payloads && i < 2 * self->size; i++)
+        if (self->payloads[i].is_here && (peer < 0 || i / 2 == peer)) moved |= move(self, i / 2, &self->payloads[i]);
+    return moved;
 }
 
 static int integers(PyObject *const *args, Py_ssize_t num, long long *values) {
@@ -91,28 +165,31 @@ static PyObject *mail_put(PyObject *object, PyObject *const *args, Py_ssize_t nu
     header head = {.payload_bytes = (uint32_t)given[7], .kind = (uint8_t)given[1], .dtype = (uint8_t)given[2]};
     memcpy(head.numbers, given + 3, sizeof head.numbers);
     head.num_bytes = (sizeof head + (uint64_t)given[7] + 7) / 8 * 8;
-    if (peer < 0 || peer >= self->size || peer == self->rank || given[7] < 0 || head.num_bytes > self->room) {
+    const uint64_t room = room_of(self, MESSAGES);
+    if (peer < 0 || peer >= self->size || peer == self->rank || given[7] < 0 || head.num_bytes > room) {
         gz_invalid("no such rank, or too long a message");
         return NULL;
     }
-    ring *to = ring_of(self, self->rank, peer);
+    ring *to = ring_of(self, MESSAGES, self->rank, peer);
     const uint64_t at = to->written;
-    for (int look = 0; at + head.num_bytes - __atomic_load_n(&to->read, __ATOMIC_ACQUIRE) > self->room; look++) {
+    for (int look = 0; at + head.num_bytes - __atomic_load_n(&to->read, __ATOMIC_ACQUIRE) > room; look++) {
         if (look) Py_RETURN_FALSE;
         __atomic_store_n(&to->blocked, 1, __ATOMIC_RELAXED);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
     }
-    copy_in(self, to, at, &head, sizeof head);
-    copy_in(self, to, at + sizeof head, (const void *)(uintptr_t)given[6], (size_t)given[7]);
+    copy_in(to, room, at, &head, sizeof head);
+    copy_in(to, room, at + sizeof head, (const void *)(uintptr_t)given[6], (size_t)given[7]);
     __atomic_store_n(&to->written, at + head.num_bytes, __ATOMIC_RELEASE);
     wake_if(self, peer, asleep_of(self, peer));
     Py_RETURN_TRUE;
 }
 
+static int has_pulled(const mail *self, int peer) { return self->payloads[2 * peer].is_here && !self->payloads[2 * peer].left; }
+
 static int has_message(const mail *self, int peer) {
     if (peer == self->rank) return 0;
-    const ring *from = ring_of(self, peer, self->rank);
-    return __atomic_load_n(&from->written, __ATOMIC_ACQUIRE) != from->read;
+    const ring *from = ring_of(self, MESSAGES, peer, self->rank);
+    return __atomic_load_n(&from->written, __ATOMIC_ACQUIRE) != from->read || has_pulled(self, peer);
 }
 
 /* The next rank with a message, in turn; -1: none. */
@@ -124,51 +201,117 @@ static int next_with_message(const mail *self) {
     return -1;
 }
 
+/* Move payloads and look for a message until there is one, or nothing has happened for so long. Without the GIL. */
+static int look(mail *self, int64_t limit_ns) {
+    int64_t begin = gz_now_ns();
+    for (int looks = 1;; looks++) {
+        const int moved = move_all(self, -1);
+        if (next_with_message(self) >= 0) return 1;
+        if (moved) {
+            looks = 0;
+            begin = gz_now_ns();
+            continue;
+        }
+        gz_relax();
+        if (looks % LOOKS_PER_CLOCK) continue;
+        const int64_t spent = gz_now_ns() - begin;
+        if (spent >= limit_ns) return 0;
+        if (spent >= BUSY_SPIN_NS) sched_yield();
+    }
+}
+
 static PyObject *mail_take(PyObject *object, PyObject *argument) {
     mail *self = (mail *)object;
     long peer = PyLong_AsLong(argument);
     if (peer == -1 && PyErr_Occurred()) return NULL;
     if (peer >= self->size) return gz_invalid("no such rank"), NULL;
+    if (self->num_payloads && (peer < 0 ? next_with_message(self) < 0 : !has_message(self, (int)peer))) {
+        Py_BEGIN_ALLOW_THREADS
+        if (peer < 0) look(self, SETTLE_NS);
+        else
+            while (move_all(self, (int)peer)) continue;
+        Py_END_ALLOW_THREADS
+    }
     if (peer < 0) peer = next_with_message(self);
     if (peer < 0 || !has_message(self, (int)peer)) Py_RETURN_NONE;
     self->next = ((int)peer + 1) % self->size;
-    ring *from = ring_of(self, (int)peer, self->rank);
-    const uint64_t at = from->read;
+    if (has_pulled(self, (int)peer)) {
+        stop(self, &self->payloads[2 * peer]);
+        const long long number = self->payloads[2 * peer].number;
+        return Py_BuildValue("(iiiLiiy)", (int)peer, PULLED, 0, number, 0, 0, "");
+    }
+    ring *from = ring_of(self, MESSAGES, (int)peer, self->rank);
+    const uint64_t at = from->read, room = room_of(self, MESSAGES);
     header head;
-    copy_out(self, from, at, &head, sizeof head);
-    PyObject *payload = PyBytes_FromStringAndSize(NULL, head.payload_bytes);
-    if (payload == NULL) return NULL;
-    copy_out(self, from, at + sizeof head, PyBytes_AS_STRING(payload), head.payload_bytes);
+    copy_out(from, room, at, &head, sizeof head);
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, head.payload_bytes);
+    if (bytes == NULL) return NULL;
+    copy_out(from, room, at + sizeof head, PyBytes_AS_STRING(bytes), head.payload_bytes);
     __atomic_store_n(&from->read, at + head.num_bytes, __ATOMIC_RELEASE);
     wake_if(self, (int)peer, &from->blocked);
     return Py_BuildValue("(iiiLLLN)", (int)peer, head.kind, head.dtype, (long long)head.numbers[0],
-                         (long long)head.numbers[1], (long long)head.numbers[2], payload);
+                         (long long)head.numbers[1], (long long)head.numbers[2], bytes);
 }
 
 static PyObject *mail_spin(PyObject *object, PyObject *argument) {
-    mail *self = (mail *)object;
     const double limit_s = PyFloat_AsDouble(argument);
     if (limit_s == -1.0 && PyErr_Occurred()) return NULL;
     int found;
     Py_BEGIN_ALLOW_THREADS
-    const int64_t begin = gz_now_ns();
-    for (int looks = 1; !(found = next_with_message(self) >= 0); looks++) {
-        gz_relax();
-        if (looks % LOOKS_PER_CLOCK) continue;
-        const int64_t spent = gz_now_ns() - begin;
-        if ((double)spent >= limit_s * 1e9) break;
-        if (spent >= BUSY_SPIN_NS) sched_yield();
-    }
+    found = look((mail *)object, (int64_t)(limit_s * 1e9));
     Py_END_ALLOW_THREADS
     return PyBool_FromLong(found);
+}
+
+/* push(peer, number, address, num_bytes) -> position; pull(peer, number, address, num_bytes, position) -> position */
+static PyObject *begin_payload(mail *self, PyObject *const *args, Py_ssize_t num_args, int is_push) {
+    long long given[5];
+    if (num_args != 5 - is_push) return PyErr_Format(PyExc_TypeError, "%d arguments are needed", 5 - is_push);
+    if (integers(args, num_args, given) < 0) return NULL;
+    const int peer = (int)given[0];
+    if (peer < 0 || peer >= self->size || peer == self->rank || given[3] < 0) return gz_invalid("no such rank"), NULL;
+    payload *one = &self->payloads[2 * peer + is_push];
+    self->num_payloads += (given[3] > 0) - one->is_here;
+    *one = (payload){(unsigned char *)(uintptr_t)given[2], (uint64_t)given[3], given[1], given[3] > 0, is_push};
+    ring *through = ring_of_payload(self, peer, one);
+    if (!is_push) {
+        __atomic_store_n(&through->read, (uint64_t)given[4], __ATOMIC_RELEASE);
+        wake_if(self, peer, &through->blocked);
+    }
+    return PyLong_FromUnsignedLongLong(is_push ? through->written : through->read);
+}
+
+static PyObject *mail_push(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+    return begin_payload((mail *)self, args, num_args, 1);
+}
+
+static PyObject *mail_pull(PyObject *self, PyObject *const *args, Py_ssize_t num_args) {
+    return begin_payload((mail *)self, args, num_args, 0);
+}
+
+static PyObject *mail_stop(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    mail *self = (mail *)object;
+    long long given[3];
+    if (num_args != 3) return PyErr_Format(PyExc_TypeError, "stop takes 3 arguments by position (%zd given)", num_args);
+    if (integers(args, num_args, given) < 0) return NULL;
+    if (given[0] < 0 || given[0] >= self->size) return gz_invalid("no such rank"), NULL;
+    payload *one = &self->payloads[2 * given[0] + (given[1] != 0)];
+    if (one->number == given[2]) stop(self, one);
+    Py_RETURN_NONE;
 }
 
 static PyObject *mail_arm(PyObject *object, PyObject *unused) {
     (void)unused;
     const mail *self = (mail *)object;
     __atomic_store_n(asleep_of(self, self->rank), 1, __ATOMIC_RELAXED);
+    for (int i = 0; self->num_payloads && i < 2 * self->size; i++)
+        if (self->payloads[i].is_here && self->payloads[i].is_push)
+            __atomic_store_n(&ring_of(self, PAYLOADS, self->rank, i / 2)->blocked, 1, __ATOMIC_RELAXED);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    return PyBool_FromLong(next_with_message(self) >= 0);
+    int found = next_with_message(self) >= 0;
+    for (int i = 0; self->num_payloads && i < 2 * self->size; i++)
+        found |= self->payloads[i].is_here && movable(self, i / 2, &self->payloads[i]) > 0;
+    return PyBool_FromLong(found);
 }
 
 static void mail_dealloc(PyObject *object) {
@@ -176,20 +319,23 @@ static void mail_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     free(self->areas);
     free(self->sockets);
+    free(self->payloads);
     type->tp_free(object);
     Py_DECREF(type);
 }
 
 static PyObject *mail_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     int rank;
-    Py_ssize_t ring_bytes;
+    Py_ssize_t ring_bytes[2];
     PyObject *areas, *sockets;
-    static char *names[] = {"rank", "areas", "sockets", "ring_bytes", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iO!O!n:Mail", names, &rank, &PyList_Type, &areas, &PyList_Type,
-                                     &sockets, &ring_bytes))
+    static char *names[] = {"rank", "areas", "sockets", "message_bytes", "payload_bytes", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iO!O!nn:Mail", names, &rank, &PyList_Type, &areas, &PyList_Type,
+                                     &sockets, &ring_bytes[0], &ring_bytes[1]))
         return NULL;
     const Py_ssize_t size = PyList_GET_SIZE(areas);
-    if (rank < 0 || rank >= size || PyList_GET_SIZE(sockets) != size || ring_bytes % 64 || ring_bytes < 1024) {
+    int is_right = rank >= 0 && rank < size && PyList_GET_SIZE(sockets) == size;
+    for (int kind = 0; kind < 2; kind++) is_right = is_right && ring_bytes[kind] % 64 == 0 && ring_bytes[kind] >= 1024;
+    if (!is_right) {
         gz_invalid("rank must lie in [0, size), rings must have a multiple of 64 bytes, at least 1024");
         return NULL;
     }
@@ -197,11 +343,11 @@ static PyObject *mail_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     if (self == NULL) return NULL;
     self->rank = rank;
     self->size = (int)size;
-    self->ring_bytes = (size_t)ring_bytes;
-    self->room = (uint64_t)ring_bytes - DATA_OFFSET;
+    for (int kind = 0; kind < 2; kind++) self->ring_bytes[kind] = (size_t)ring_bytes[kind];
     self->areas = calloc((size_t)size, sizeof *self->areas);
     self->sockets = calloc((size_t)size, sizeof *self->sockets);
-    if (!self->areas || !self->sockets) PyErr_NoMemory();
+    self->payloads = calloc(2 * (size_t)size, sizeof *self->payloads);
+    if (!self->areas || !self->sockets || !self->payloads) PyErr_NoMemory();
     for (Py_ssize_t peer = 0; peer < size && !PyErr_Occurred(); peer++) {
         long long address = 0, descriptor = 0;
         gz_integer(PyList_GET_ITEM(areas, peer), &address);
@@ -217,6 +363,9 @@ static PyObject *mail_new(PyTypeObject *type, PyObject *args, PyObject *keywords
 static PyMethodDef mail_methods[] = {
     {"put", (PyCFunction)(void (*)(void))mail_put, METH_FASTCALL, NULL},
     {"take", mail_take, METH_O, NULL},
+    {"push", (PyCFunction)(void (*)(void))mail_push, METH_FASTCALL, NULL},
+    {"pull", (PyCFunction)(void (*)(void))mail_pull, METH_FASTCALL, NULL},
+    {"stop", (PyCFunction)(void (*)(void))mail_stop, METH_FASTCALL, NULL},
     {"spin", mail_spin, METH_O, NULL},
     {"arm", mail_arm, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},

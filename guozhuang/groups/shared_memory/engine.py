@@ -42,8 +42,9 @@ ONE_SHOT_OFFSET: Final = CONTROL_BYTES
 RING_OFFSET: Final = ONE_SHOT_OFFSET + NUM_ONE_SHOT_AREAS * ONE_SHOT_BYTES
 RING_BYTES: Final = 32 * 1024 * 1024  # default size of the ring, through which large tensors pass in chunks
 MAIL_OFFSET: Final = RING_OFFSET + RING_BYTES
-MAIL_BYTES: Final = 4 * 1024 * 1024  # a page, then a ring for each receiver; only what is written to is committed
-_LONGEST_MAIL_RING_BYTES: Final = 128 * 1024
+MAIL_BYTES: Final = 8 * 1024 * 1024  # a page, then two rings for each receiver; only what is written to is committed
+_MESSAGES_BYTES: Final = 64 * 1024  # most for messages from one rank to another
+_PAYLOADS_BYTES: Final = 256 * 1024  # most for large payloads; more would leave the cache
 MAIN_BYTES: Final = MAIL_OFFSET + MAIL_BYTES
 
 
@@ -116,7 +117,8 @@ class Mail(Protocol):
     """The messages of one rank's sends and receives, which travel through shared memory. Made by ``make_mail``.
 
     Calls other than ``arm`` come from one thread at a time. A message has a kind and the code of a dtype (0 to 255), three
-    64-bit numbers and a payload. Messages of one rank to another arrive in order.
+    64-bit numbers and a small payload. Messages of one rank to another arrive in order. Large payloads move beside them, one
+    at a time in each direction of a pair, while ``take`` or ``spin`` run; their memory must live until they have ended.
     """
 
     def put(
@@ -132,8 +134,17 @@ class Mail(Protocol):
         """Return and remove a message of a peer, or of any peer in turn if ``peer`` is -1; None if there is none.
 
         Returns:
-            ``(peer, kind, dtype, number, second, third, payload)``.
+            ``(peer, kind, dtype, number, second, third, payload)``. A kind of 128 tells that ``pull`` of this number ended.
         """
+
+    def push(self, peer: int, number: int, address: int, num_bytes: int, /) -> int:
+        """Begin to send a peer a large payload, and return its position, which the peer needs to ``pull`` it."""
+
+    def pull(self, peer: int, number: int, address: int, num_bytes: int, position: int, /) -> int:
+        """Begin to receive a large payload."""
+
+    def stop(self, peer: int, is_push: int, number: int, /) -> None:
+        """End a push (1) or pull (0) of this number, if it is under way; what it has left in between is skipped later."""
 
     def spin(self, limit_s: float, /) -> bool:
         """Look for a message for at most so many seconds without the GIL; return whether there is one."""
@@ -170,9 +181,10 @@ def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[
     return _engine.Engine(rank, size, list(controls), list(pidfds))
 
 
-def mail_ring_bytes(size: int) -> int:
-    """Return the size of the ring from one rank to another in a group of ``size`` ranks."""
-    return min(_LONGEST_MAIL_RING_BYTES, (MAIL_BYTES - CONTROL_BYTES) // size // 64 * 64)
+def mail_ring_bytes(size: int) -> tuple[int, int]:
+    """Return the sizes of the rings from one rank to another in a group of ``size`` ranks: for messages, for payloads."""
+    share = (MAIL_BYTES - CONTROL_BYTES) // size
+    return min(_MESSAGES_BYTES, share // 5 // 64 * 64), min(_PAYLOADS_BYTES, share * 4 // 5 // 64 * 64)
 
 
 def make_mail(rank: int, mains: Sequence[int], sockets: Sequence[int]) -> Mail:
@@ -184,4 +196,4 @@ def make_mail(rank: int, mains: Sequence[int], sockets: Sequence[int]) -> Mail:
         sockets: per rank the descriptor of a connected socket, through which one byte is sent to a rank that sleeps.
     """
     areas = [main + MAIL_OFFSET for main in mains]
-    return _engine.Mail(rank, areas, list(sockets), mail_ring_bytes(len(areas)))
+    return _engine.Mail(rank, areas, list(sockets), *mail_ring_bytes(len(areas)))

@@ -2,11 +2,10 @@
 
 [Note: how a payload travels] The sender offers size, dtype and tag; a small payload is sent with the offer. The receiver
 matches offers with receives, and compares sizes and dtypes before anything is written. Then it reads the small payload, or
-requests the large one. The messages lie in rings of shared memory: see ``_mail.c``. The socket of a pair only wakes a rank
-that sleeps, hands over descriptors, and tells that the other end is closed. The sender copies that in chunks to slots of memory that both map, one message per chunk; the receiver
-copies each chunk to its tensor and returns the slot. The memory belongs to the pair and to one direction: it is made with the
-first large payload, and a rank that reads nothing blocks only its own pair. A send ends when the receiver has all
-of it, as the receiver may refuse it until then; so, as with gloo, a send waits for its receive.
+requests the large one, which then moves through a ring of the pair's own: see ``_mail.c``, also for the messages. So a rank
+that reads nothing blocks only its own pair; large payloads of one pair move one after the other. The socket of a pair only
+wakes a rank that sleeps, and tells that the other end is closed. A send ends when the receiver has all of it, as the receiver
+may refuse it until then; so, as with gloo, a send waits for its receive.
 
 [Note: one thread at a time] All state but the queue of new transfers is used under one lock, without blocking; see
 [Note: who waits attends] in groups/attending.py. When a peer is gone, the messages that it had sent are processed first; then
@@ -23,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
-import errno
 import itertools
 import math
 import select
@@ -37,21 +35,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.errors import WorldError, explain
 
 from ..attending import Attendant
 from . import transfers
 from .arguments import Bytes, is_plain
 from .engine import DOING_BYTES, DOING_OFFSET, STATE_OFFSET, RankState, mail_ring_bytes, make_mail
-from .peers import ENDED, ended_events
+from .peers import ended_events
 from .rendezvous import Peers
-from .segments import Segment
-from .transfers import Offer, Slots, Transfer, UnderWay
+from .transfers import Offer, Transfer, UnderWay
 
-_SHORT_OF_MEMORY: Final = frozenset((errno.ENOBUFS, errno.ENOMEM))  # no kernel memory for a message: send it later
 _MESSAGES_PER_TURN: Final = 64  # most messages that are processed before new transfers begin
-_NOTE_BYTES: Final = 16  # room for what comes through a socket: one byte that wakes, or a size with a descriptor
-_RETRY_S: Final = 0.005  # between two trials to send what there was no room for
 _LOOK_S: Final = 0.2  # seconds between two checks whether a rank's group broke, while transfers are unfinished
 _LONGEST_SLEEP_S: Final = 3600.0
 _SPIN_S: Final = 200e-6
@@ -82,7 +76,7 @@ class PointToPoint:
         pages = [segment.address for segment in peers.segments]
         sockets = [-1 if channel is None else channel.fileno() for channel in peers.channels]
         self._mail = make_mail(self._rank, pages, sockets)
-        self._along_bytes = min(transfers.MOST_ALONG_BYTES, mail_ring_bytes(self._size) // 4)
+        self._along_bytes = min(transfers.MOST_ALONG_BYTES, mail_ring_bytes(self._size)[0] // 4)
         self._states = [ctypes.c_uint32.from_address(page + STATE_OFFSET) for page in pages]
         self._closing = threading.Lock()  # guards the next three attributes
         self._new: deque[Transfer] = deque()
@@ -96,12 +90,11 @@ class PointToPoint:
             self._attendant.register(peers.pidfds[peer], ended_events(peers.pidfds[peer]))
         self._under_way = UnderWay(self._rank, self._size)
         self._numbers = itertools.count(1)
-        self._streams: list[deque[Transfer]] = [deque() for _ in pages]  # by receiver: sends whose payload it requested
-        # By receiver: what there was no room for, namely messages, each with its payload, and memory that is handed over.
-        self._out: list[deque[tuple[tuple[int, ...], Tensor | None] | Segment]] = [deque() for _ in pages]
-        self._unsent: set[int] = set()  # the peers for which there may be something in the two above
-        self._sending: dict[int, Slots] = {}  # by receiver: memory for large payloads
-        self._receiving: dict[int, Slots] = {}  # by sender: memory for large payloads
+        # By receiver: the sends whose payload it requested; the first one is on its way.
+        self._streams: list[deque[Transfer]] = [deque() for _ in pages]
+        # By receiver: messages that there was no room for, as arguments of ``Mail.put``, and copies of their payloads.
+        self._out: list[deque[tuple[tuple[int, int, int, int, int, int, int], Tensor | None]]] = [deque() for _ in pages]
+        self._unsent: set[int] = set()  # the peers for which there are such messages
         self._next_look = 0.0  # when to look whether a rank's group broke
         self._earliest_deadline = math.inf  # no transfer expires before this time; its transfer may have ended
         self._thread = threading.Thread(target=self._serve, name=f"guozhuang-p2p-{self._rank}", daemon=True)
@@ -173,8 +166,6 @@ class PointToPoint:
                 self._attendant.close()
             for transfer in (*self._new, *self._under_way.all()):
                 transfer.end(self._failure or self._world_error(*_DESTROYED))
-            for slots in (*self._sending.values(), *self._receiving.values()):
-                slots.segment.close()
 
     def _turn(self, ready: Set[int] | None) -> float:
         """Process everything that is ready; return for how many seconds nothing else needs to be looked at."""
@@ -207,8 +198,6 @@ class PointToPoint:
             self._flush(peer)
         if now >= self._earliest_deadline:
             self._expire()
-        if self._unsent:
-            return _RETRY_S
         return _LONGEST_SLEEP_S if self._under_way.is_empty else min(self._earliest_deadline - now, _LOOK_S)
 
     def _receive(self, ready: Set[int], now: float) -> None:
@@ -289,113 +278,70 @@ class PointToPoint:
             self._unsent.add(peer)
 
     def _flush(self, peer: int) -> None:
-        """Send what is queued for a peer, as far as there is room, and fill its free slots with payload."""
+        """Send what is queued for a peer, as far as there is room; the peer wakes this rank when there is more."""
         out = self._out[peer]
-        while out or self._fill_slot(peer):
-            if out:
-                first = out.popleft()
-                if not (self._hand_over(peer, first) if isinstance(first, Segment) else self._mail.put(peer, *first[0])):
-                    out.appendleft(first)
-                    return
-        self._unsent.discard(peer)  # until a slot is free, if there is none now
+        while out and self._mail.put(peer, *out[0][0]):
+            out.popleft()
+        if not out:
+            self._unsent.discard(peer)
 
-    def _hand_over(self, peer: int, memory: Segment) -> bool:
-        """Send a peer the descriptor of memory; return whether its socket had room, or nobody needs it any more."""
-        channel = self._peers.channels[peer]
-        assert channel is not None
-        try:
-            socket.send_fds(channel, [memory.num_bytes.to_bytes(8, "little")], [memory.fd], socket.MSG_NOSIGNAL)
-        except OSError as error:
-            if error.errno in ENDED:  # ``_read`` fails the peer's transfers, after its last messages
-                self._out[peer].clear()
-                self._streams[peer].clear()
-            elif isinstance(error, BlockingIOError) or error.errno in _SHORT_OF_MEMORY:
-                return False
-            else:
-                raise
-        memory.close_descriptor()
-        return True
-
-    def _fill_slot(self, peer: int) -> bool:
-        """Copy the next chunk of a requested payload to a free slot and queue its message; return whether one was queued."""
-        streams, slots = self._streams[peer], self._sending.get(peer)
+    def _push_next(self, peer: int) -> None:
+        """Begin to send a peer the next payload that it requested, if there is one."""
+        streams = self._streams[peer]
         while streams and streams[0].is_completed():
-            streams.popleft()
-        if not streams or (slots is not None and slots.are_full):
-            return False
-        send = streams.popleft()
-        if slots is None:
-            try:
-                slots = self._sending[peer] = Slots.create(self._rank)
-            except (UsageError, WorldError) as error:
-                del self._under_way.sends[send.number]
-                self._say(peer, transfers.GIVEN_UP, send.number, 1)
-                send.end(error)
-                return True
-            if self._out[peer] or not self._hand_over(peer, slots.segment):
-                self._out[peer].append(slots.segment)
-        self._say(peer, transfers.CHUNK, send.number, *slots.fill(send))
-        if send.offset_bytes < send.num_bytes:
-            streams.append(send)  # to the end: payloads for one receiver take turns
-        return True
+            self._mail.stop(peer, 1, streams.popleft().number)
+        if streams:
+            send = streams[0]
+            position = self._mail.push(peer, send.number, send.address, send.num_bytes)
+            self._say(peer, transfers.STREAM, send.number, position)
 
     def _read(self, peer: int) -> None:
         """Read what came through a peer's socket."""
         channel = self._peers.channels[peer]
         assert channel is not None
-        while True:
-            try:
-                note, fds, _, _ = socket.recv_fds(channel, _NOTE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                continue  # the peer ended; the error comes once, before the last notes that it sent
-            if not note:
-                self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) closed its end")
-                return
-            if len(note) > 1:
-                self._receiving[peer] = Slots.adopt(fds, int.from_bytes(note, "little"))
-                return  # to the chunk that needs it; what follows in the socket stays readable
+        try:
+            while channel.recv(1):
+                continue  # only wakes
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            pass
+        self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) closed its end")
 
     def _hear(self, peer: int, kind: int, dtype: int, number: int, second: int, third: int, payload: bytes) -> None:
+        under_way = self._under_way
         if kind == transfers.OFFER:
             offer = Offer(peer, number, second, dtype, third, payload)
-            receive = self._under_way.offer(offer)
+            receive = under_way.offer(offer)
             if receive is not None:
+                self._new.appendleft(receive)  # while it is nowhere else, for the case of an error
                 self._match(receive, offer)
-        elif kind == transfers.CHUNK:
-            self._take_chunk(peer, number, second, third)
-        elif kind == transfers.TAKEN:
-            self._sending[peer].give_back(number)
-            if self._streams[peer]:
-                self._unsent.add(peer)
+                self._new.popleft()
+        elif kind == transfers.STREAM:
+            if (receive := under_way.receives.get((peer, number))) is not None:
+                self._mail.pull(peer, number, receive.address, receive.num_bytes, second)
+        elif kind == transfers.PULLED:
+            receive = under_way.receives.pop((peer, number))
+            self._say(peer, transfers.DONE, number)
+            receive.end()
         elif kind == transfers.GIVEN_UP and second:
-            self._under_way.forget_offers(peer, unless=lambda offer: offer.number != number)
-            if (receive := self._under_way.receives.pop((peer, number), None)) is not None:
+            under_way.forget_offers(peer, unless=lambda offer: offer.number != number)
+            if (receive := under_way.receives.pop((peer, number), None)) is not None:
+                self._mail.stop(peer, 0, number)
                 receive.end(receive.given_up(peer, self._peers.pids[peer]))
-        elif kind == transfers.ASK and number in self._under_way.sends:
-            self._streams[peer].append(self._under_way.sends[number])
-            self._unsent.add(peer)
-        elif (send := self._under_way.sends.pop(number, None)) is not None:
+        elif kind == transfers.ASK and number in under_way.sends:
+            self._streams[peer].append(under_way.sends[number])
+            if len(self._streams[peer]) == 1:
+                self._push_next(peer)
+        elif (send := under_way.sends.pop(number, None)) is not None:
             if kind == transfers.DONE:
                 send.end()
             elif kind == transfers.DIFFERS:
                 send.end(send.differs(peer, dtype, second))
             else:
                 send.end(send.given_up(peer, self._peers.pids[peer]))
-
-    def _take_chunk(self, peer: int, number: int, slot: int, num_bytes: int) -> None:
-        """Copy a received chunk to its tensor, unless the receive was aborted, and return the slot to the sender."""
-        receive = self._under_way.receives.get((peer, number))
-        if receive is not None:
-            if peer not in self._receiving:  # it was handed over before this chunk was sent
-                self._read(peer)
-            self._receiving[peer].empty(receive, slot, num_bytes)
-        self._say(peer, transfers.TAKEN, slot)
-        if receive is not None and receive.offset_bytes == receive.num_bytes:
-            del self._under_way.receives[peer, number]
-            self._say(peer, transfers.DONE, number)
-            receive.end()
+            if self._streams[peer] and self._streams[peer][0] is send:
+                self._push_next(peer)
 
     # The methods below handle failures.
 
@@ -428,8 +374,11 @@ class PointToPoint:
 
     def _fail_those_with(self, peer: int) -> None:
         self._out[peer].clear()
-        self._streams[peer].clear()
+        while self._streams[peer]:
+            self._mail.stop(peer, 1, self._streams[peer].popleft().number)
         for transfer in self._under_way.take_failed(peer):
+            if not transfer.is_send:
+                self._mail.stop(peer, 0, transfer.number)
             transfer.end(self._why(transfer, peer))
 
     def _why(self, transfer: Transfer, peer: int) -> BaseException:
@@ -454,8 +403,11 @@ class PointToPoint:
             self._under_way.withdraw(transfer)
             other = None
         if other is not None:
+            self._mail.stop(other, int(transfer.is_send), transfer.number)
             self._say(other, transfers.GIVEN_UP, transfer.number, int(transfer.is_send))
         transfer.end(error)
+        if transfer.is_send and other is not None and self._streams[other] and self._streams[other][0] is transfer:
+            self._push_next(other)
 
     def _say_farewell(self) -> None:
         """Send the messages that are still queued when the group is destroyed, for at most ``_FAREWELL_S``: peers need them."""

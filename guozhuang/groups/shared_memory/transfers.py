@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
-import errno
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,22 +18,16 @@ from typing_extensions import override
 from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError, explain, rank_table
 from guozhuang.groups.serial import NO_LIMIT, PendingWork
 
-from .segments import Segment
-
 # The kinds of messages, and the meaning of their three numbers.
 OFFER: Final = 0  # sender -> receiver: number of the send, tag, elements; a small payload follows
 ASK: Final = 1  # receiver -> sender: number of the send; requests its payload
-CHUNK: Final = 2  # sender -> receiver: number of the send, slot with the next part of its payload, bytes
-TAKEN: Final = 3  # receiver -> sender: number of a slot that is free again
-DONE: Final = 4  # receiver -> sender: number of a send whose whole payload has arrived
-DIFFERS: Final = 5  # receiver -> sender: number of the send, number of elements that the receive expects
-GIVEN_UP: Final = 6  # number of a send that one side aborted; 1 if the sender did, 0 if the receiver did
+STREAM: Final = 2  # sender -> receiver: number of the send, whose payload comes from now on, and its position
+DONE: Final = 3  # receiver -> sender: number of a send whose whole payload has arrived
+DIFFERS: Final = 4  # receiver -> sender: number of the send, number of elements that the receive expects
+GIVEN_UP: Final = 5  # number of a send that one side aborted; 1 if the sender did, 0 if the receiver did
+PULLED: Final = 128  # on the receiver: number of the send whose payload has arrived
 MOST_ALONG_BYTES: Final = 16 << 10  # at most so large a payload is sent with its offer
 TAGS: Final = range(-(1 << 63), 1 << 63)  # a tag must fit into a message
-
-_SLOT_BYTES: Final = 1 << 20  # large, so that a large payload needs few messages
-_FEWEST_CHUNK_BYTES: Final = 256 << 10
-_NUM_SLOTS: Final = 3  # with fewer, sender and receiver would wait for each other
 
 DTYPE_NAMES: Final = tuple(
     sorted({str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)})
@@ -52,53 +43,6 @@ def check(peer: int | None, tag: object, rank: int, size: int) -> None:
     if not isinstance(tag, int) or tag not in TAGS:
         fix = "use a whole number from -2**63 to 2**63 - 1"
         raise UsageError(explain("a tag is a 64-bit number", value=tag, rank=rank, fix=fix))
-
-
-class Slots:
-    """Memory of a sender and a receiver, through which large payloads travel in one direction.
-
-    Args:
-        segment: the memory, which both map.
-    """
-
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-        self._free = list(range(_NUM_SLOTS))
-
-    @classmethod
-    def create(cls, rank: int) -> Slots:
-        """Make the memory for sends of a rank; raise UsageError or WorldError if there is none."""
-        return cls(Segment.create(_NUM_SLOTS * _SLOT_BYTES, f"guozhuang-p2p-{rank}"))
-
-    @classmethod
-    def adopt(cls, fds: list[int], num_bytes: int) -> Slots:
-        """Map the memory whose descriptor came through the socket."""
-        if not fds:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        segment = Segment.adopt(fds[0], num_bytes)
-        segment.close_descriptor()
-        return cls(segment)
-
-    @property
-    def are_full(self) -> bool:
-        """Whether no slot is free."""
-        return not self._free
-
-    def fill(self, send: Transfer) -> tuple[int, int]:
-        """Copy the next chunk of a send to a free slot; return the slot and the number of bytes."""
-        slot, num_bytes = self._free.pop(), min(send.chunk_bytes, send.num_bytes - send.offset_bytes)
-        ctypes.memmove(self.segment.address + slot * _SLOT_BYTES, send.address + send.offset_bytes, num_bytes)
-        send.offset_bytes += num_bytes
-        return slot, num_bytes
-
-    def empty(self, receive: Transfer, slot: int, num_bytes: int) -> None:
-        """Copy the chunk in a slot to the next bytes of a receive's tensor."""
-        ctypes.memmove(receive.address + receive.offset_bytes, self.segment.address + slot * _SLOT_BYTES, num_bytes)
-        receive.offset_bytes += num_bytes
-
-    def give_back(self, slot: int) -> None:
-        """Mark a slot as free."""
-        self._free.append(slot)
 
 
 class Transfer(PendingWork):
@@ -138,7 +82,6 @@ class Transfer(PendingWork):
         self.dtype, self.num_elements = _CODES[plain.dtype], plain.numel()
         self.sender: int | None = rank if is_send else peer
         self.number = 0  # the send's number on its rank; 0 in a receive that is not matched yet
-        self.offset_bytes = 0  # how much of the payload has been sent or received
         self.num_bytes = self.num_elements * plain.itemsize
         self.address = plain.data_ptr()
         self._tensor, self._plain, self._attend = tensor, plain, attend
@@ -154,11 +97,6 @@ class Transfer(PendingWork):
     def other(self) -> int | None:
         """Return the rank at the other end of this transfer; None while it is unknown."""
         return self.peer if self.peer is not None else self.sender
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Return the size of a part of a large payload: several, so that both sides copy at once; each costs a message."""
-        return min(max(self.num_bytes // 4, _FEWEST_CHUNK_BYTES), _SLOT_BYTES)
 
     def source_rank(self) -> int:
         """Return the rank that sent; -1 while the transfer is not matched."""
