@@ -31,6 +31,10 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         backend: the backend name that ``torch.distributed`` reports for such groups.
     """
 
+    #: Whether works of sends and receives tell by ``is_completed`` that they have ended, though nobody has waited for them,
+    #: and may be waited for with a limit again and again.
+    works_tell_their_end = False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         versions.answer_older_names(cls)

@@ -100,7 +100,9 @@ class PendingWork(CallWork):
     """The work of a call that ends later, on another thread."""
 
     _completed = False
-    _ended: threading.Lock | None = None  # held until the call has ended, if a thread waits; the cheapest thing to wait for
+    _ended: threading.Lock | None = (
+        None  # held until the call has ended, if a thread waits; the cheapest thing to wait for
+    )
     _callbacks: Sequence[Callable[[], None]] = ()
     _last: Callable[[], None] | None = None
 

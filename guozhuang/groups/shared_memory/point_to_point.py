@@ -93,7 +93,9 @@ class PointToPoint:
         # By receiver: the sends whose payload it requested; the first one is on its way.
         self._streams: list[deque[Transfer]] = [deque() for _ in pages]
         # By receiver: messages that there was no room for, as arguments of ``Mail.put``, and copies of their payloads.
-        self._out: list[deque[tuple[tuple[int, int, int, int, int, int, int], Tensor | None]]] = [deque() for _ in pages]
+        self._out: list[deque[tuple[tuple[int, int, int, int, int, int, int], Tensor | None]]] = [
+            deque() for _ in pages
+        ]
         self._unsent: set[int] = set()  # the peers for which there are such messages
         self._next_look = 0.0  # when to look whether a rank's group broke
         self._earliest_deadline = math.inf  # no transfer expires before this time; its transfer may have ended

@@ -61,6 +61,8 @@ class SharedMemoryGroup(CollectiveCalls, OwnBackend):
         WorldError: ranks did not join within the time-out; the text names them.
     """
 
+    works_tell_their_end = True
+
     def __init__(
         self,
         store: dist.Store,

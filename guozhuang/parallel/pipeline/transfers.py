@@ -3,12 +3,13 @@
 [Note: messages of a pipeline] A message is a list of tensors of one microbatch, from one stage to another. It begins with a
 header of fixed size that tells which message it is, and number, dtypes and shapes of its tensors, which may so differ from one
 microbatch to the next. The tensors follow, each as bytes. Groups deliver what one rank sends to another in the order of the
-sends, so each rank knows from the action lists which message of a rank comes next. One thread for each rank from which messages
-come receives them in this order while the rank computes. It is one message ahead, of activations from when they are handed out
-and of gradients from when they were used, so that buffers are few; where a later message is needed first, it goes on to that
-one, so that no order of use can block. A send returns at once. Its tensors are kept until they have left; as works of gloo do
-not tell when that is, a rank that has more messages on their way to another than the schedule has microbatches in flight waits
-for the oldest of them, which the other rank must have used.
+sends, so each rank knows from the action lists which message of a rank comes next, and receives a rank's messages in this order
+while it computes. It is one message ahead, of activations from when they are handed out and of gradients from when they were
+used, so that buffers are few; where a later message is needed first, it goes on to that one, so that no order of use can block.
+Where a group's works tell whether they have ended, the receives of a message are started by whoever sends or receives next;
+elsewhere (gloo) one thread for each rank from which messages come waits for them. A send returns at once. Its tensors are kept
+until they have left; as works of gloo do not tell when that is, a rank that has more messages on their way to another than the
+schedule has microbatches in flight waits for the oldest of them, which the other rank must have used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import datetime
 import logging
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -82,9 +83,11 @@ class StageTransfers:
         self._group, self._rank_of, self._device = group, rank_of, device
         kinds = {torch.device(each).type for each in getattr(group, "_device_types", ["cpu"])}
         self._header_device = torch.device("cpu") if "cpu" in kinds or not kinds else device
+        self._polls = bool(getattr(group, "works_tell_their_end", False))
         self._threads: dict[int, SerialThread] = {}
+        self._polled: dict[int, _PolledReceive] = {}  # by rank: the last one
         self._expected: dict[int, deque[StageMessage]] = defaultdict(deque)
-        self._coming: dict[StageMessage, tuple[SerialWork, list[list[Tensor | None]]]] = {}
+        self._coming: dict[StageMessage, tuple[SerialWork | _PolledReceive, list[list[Tensor | None]]]] = {}
         self._sent: dict[int, deque[tuple[StageMessage, list[tuple[dist.Work, Tensor]]]]] = defaultdict(deque)
         self._here: dict[StageMessage, list[Tensor | None]] = {}
         self._batch, self._most_on_their_way = (0, 0), 0
@@ -100,7 +103,7 @@ class StageTransfers:
 
     def expect(self, peer: int, messages: Sequence[StageMessage]) -> None:
         """Start to receive the messages that a rank sends from now on, in the order in which it sends them."""
-        if peer not in self._threads:
+        if peer not in self._threads and not self._polls:
             self._threads[peer] = SerialThread(f"guozhuang pipeline from {peer}")
         assert not self._expected[peer], f"rank {peer} has not sent all of the last batch"
         self._expected[peer].extend(messages)
@@ -111,6 +114,7 @@ class StageTransfers:
         if message in self._here:
             return True
         self._take_up_to(message)
+        self._go_on()
         return self._coming[message][0].is_completed()
 
     def receive(self, message: StageMessage, why: str) -> list[Tensor | None]:
@@ -132,6 +136,7 @@ class StageTransfers:
             self._take_next(peer)
         while True:
             try:
+                self._go_on()
                 work.wait(datetime.timedelta(seconds=LOOK_S))
                 break
             except Exception as error:
@@ -156,9 +161,19 @@ class StageTransfers:
         """Have the thread of a rank receive the next message that is expected from there, if there is one."""
         if self._expected[peer]:
             message, found = self._expected[peer].popleft(), list[list[Tensor | None]]()
+            steps = self._take(peer, message, self._batch, found)
+            if self._polls:
+                self._polled[peer] = polled = _PolledReceive(steps, self._polled.get(peer))
+                self._coming[message] = polled, found
+                polled.is_completed()
+                return
             devices = [self._device] if self._device.type != "cpu" else []
-            work = self._threads[peer].run(partial(self._take, peer, message, self._batch, found), devices)
-            self._coming[message] = work, found
+            self._coming[message] = self._threads[peer].run(partial(_wait_for_all, steps), devices), found
+
+    def _go_on(self) -> None:
+        """Start what can be started of the receives that no thread waits for, in the order of each rank's messages."""
+        for last in self._polled.values():
+            last.is_completed()
 
     def release(self, messages: Sequence[StageMessage]) -> None:
         """Count messages as used; those of this rank to itself are not counted."""
@@ -189,6 +204,7 @@ class StageTransfers:
                     self._start(_bytes_of(tensor.detach().contiguous()), peer, works)
         except Exception as error:
             raise self._failed("send", message, peer, why, error, tensors) from error
+        self._go_on()
         self._sent[peer].append((message, works))
         self._reap(peer, self._most_on_their_way, why)
 
@@ -227,16 +243,18 @@ class StageTransfers:
         headers = [padded[:_HEADER_WORDS]] + ([padded[_HEADER_WORDS:]] if len(padded) > _HEADER_WORDS else [])
         return [torch.tensor(each, dtype=torch.int64, device=self._header_device) for each in headers]
 
-    def _receive_into(self, tensor: Tensor, peer: int) -> Tensor:
+    def _start_receive(self, tensor: Tensor, peer: int) -> dist.Work:
         work = dist.irecv(tensor, group=self._group, group_src=peer)
         assert work is not None, f"rank {peer} is not in the group"
-        work.wait()
-        return tensor
+        return work
 
-    def _take(self, peer: int, message: StageMessage, batch: tuple[int, int], found: list[list[Tensor | None]]) -> None:
-        """Receive a message; runs in the thread of that rank."""
+    def _take(
+        self, peer: int, message: StageMessage, batch: tuple[int, int], found: list[list[Tensor | None]]
+    ) -> Iterator[dist.Work]:
+        """Receive a message: go on after each work that this yields when that has ended."""
         header = torch.empty(_HEADER_WORDS, dtype=torch.int64, device=self._header_device)
-        words = self._receive_into(header, peer).tolist()
+        yield self._start_receive(header, peer)
+        words = header.tolist()
         came = StageMessage(_KINDS[words[2]], *words[3:6])
         if (came, tuple(words[:2])) != (message, batch):
             what = (
@@ -248,9 +266,11 @@ class StageTransfers:
         num_more = _FIRST_WORDS + words[_FIRST_WORDS - 1] - _HEADER_WORDS
         if num_more > 0:
             rest = torch.empty(num_more, dtype=torch.int64, device=self._header_device)
-            words += self._receive_into(rest, peer).tolist()
+            yield self._start_receive(rest, peer)
+            words += rest.tolist()
         words = words[_FIRST_WORDS : _FIRST_WORDS + words[_FIRST_WORDS - 1]]
         tensors: list[Tensor | None] = []
+        works: list[dist.Work] = []
         while words:
             flags, code, num_dims = words[:3]
             shape, words = words[3 : 3 + num_dims], words[3 + num_dims :]
@@ -260,8 +280,9 @@ class StageTransfers:
             device = torch.device("cpu") if flags & _ON_CPU else self._device
             tensor = torch.empty(shape, dtype=_DTYPES[code], device=device)
             if tensor.numel():
-                self._receive_into(_bytes_of(tensor), peer)
+                works.append(self._start_receive(_bytes_of(tensor), peer))
             tensors.append(tensor.requires_grad_(bool(flags & _REQUIRES_GRAD)))
+        yield from works
         found.append(tensors)
         with self._counting:
             self.num_buffers += 1
@@ -297,6 +318,58 @@ class StageTransfers:
             return PeerLost(text, rank=error.rank, pid=error.pid, waiting_in=f"{why}, {verb} of {message}")
         fix = "look for the first error among the ranks; it names the cause"
         return WorldError(explain(what, rank=self._group.rank(), fix=fix))
+
+
+class _PolledReceive:
+    """Receives a message without a thread; has the methods of a work that ``StageTransfers`` needs.
+
+    Args:
+        steps: starts the receives, and yields the works to wait for.
+        before: the receive of the message before from the same rank, whose receives must have begun before.
+    """
+
+    def __init__(self, steps: Iterator[dist.Work], before: _PolledReceive | None) -> None:
+        self._steps: Iterator[dist.Work] | None = steps
+        self._before = before
+        self._work: dist.Work | None = None
+        self._error: Exception | None = None
+
+    def is_completed(self) -> bool:
+        """Go on as far as nothing needs to be waited for; return whether the message has arrived, or its receive failed."""
+        if self._before is not None and not self._before.is_completed():
+            return False
+        self._before = None
+        while self._steps is not None and (self._work is None or self._work.is_completed()):
+            self._step(None)
+        return self._steps is None
+
+    def wait(self, limit: datetime.timedelta) -> None:
+        """Wait until the message has arrived; raise the error of its receive, or that of one wait that took too long."""
+        while not self.is_completed():
+            first = self
+            while first._before is not None:
+                first = first._before
+            first._step(limit)
+        if self._error is not None:
+            raise self._error
+
+    def _step(self, limit: datetime.timedelta | None) -> None:
+        assert self._steps is not None
+        try:
+            if self._work is not None:
+                self._work.wait(*(() if limit is None else (limit,)))
+            self._work = next(self._steps)
+        except StopIteration:
+            self._steps = self._work = None
+        except Exception as error:
+            if self._work is not None and not self._work.is_completed():
+                raise
+            self._error, self._steps, self._work = error, None, None
+
+
+def _wait_for_all(steps: Iterator[dist.Work]) -> None:
+    for work in steps:
+        work.wait()
 
 
 def _code_of(dtype: torch.dtype) -> int:

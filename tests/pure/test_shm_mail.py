@@ -1,0 +1,90 @@
+"""Messages and payloads between ranks in shared memory: two ends in one process, with rings so short that all wraps around."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from guozhuang.groups.shared_memory import _engine, transfers
+from guozhuang.groups.shared_memory.engine import Mail, mail_ring_bytes
+from guozhuang.groups.shared_memory.segments import Segment
+
+Ends = tuple[Mail, Mail, socket.socket, socket.socket]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """The mail of ranks 0 and 1 with rings of 1024 and 4096 bytes, and the sockets that wake them."""
+    segments = [Segment.create(1 << 16, "mail") for _ in range(2)]
+    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for each in sockets:
+        each.setblocking(False)
+    areas = [segment.address for segment in segments]
+    first = _engine.Mail(0, areas, [-1, sockets[0].fileno()], 1024, 4096)
+    second = _engine.Mail(1, areas, [sockets[1].fileno(), -1], 1024, 4096)
+    yield first, second, *sockets
+    for each in sockets:
+        each.close()
+    for segment in segments:
+        segment.close()
+
+
+def is_woken(end: socket.socket) -> bool:
+    try:
+        return end.recv(8) == b"!"
+    except BlockingIOError:
+        return False
+
+
+def test_messages_arrive_whole_and_in_order_and_a_full_ring_takes_no_more(ends: Ends) -> None:
+    first, second, at_first, at_second = ends
+    values = torch.arange(256, dtype=torch.uint8)
+    sent = taken = 0
+    for turn in range(40):
+        while first.put(1, 3, 7, sent, -turn, 1 << 62, values.data_ptr(), sent % 250):
+            sent += 1
+        assert sent > taken and not is_woken(at_first)
+        while (message := second.take(-1)) is not None:
+            assert message[:4] == (0, 3, 7, taken) and message[5] == 1 << 62
+            assert message[6] == bytes(range(taken % 250))
+            taken += 1
+        assert taken == sent and is_woken(at_first)  # there is room again
+    assert not is_woken(at_second)
+    assert not second.arm() and first.put(1, 0, 0, 0, 0, 0, 0, 0) and first.put(1, 0, 0, 1, 0, 0, 0, 0)
+    assert is_woken(at_second) and not is_woken(at_second) and second.arm()
+    for wrong in ((0, 0), (2, 0), (1, 1000)):
+        with pytest.raises(ValueError, match="no such rank, or too long"):
+            first.put(wrong[0], 0, 0, 0, 0, 0, values.data_ptr(), wrong[1])
+
+
+def test_payloads_move_while_both_look_and_what_was_given_up_is_skipped(ends: Ends) -> None:
+    first, second, _, _ = ends
+    given, got = torch.arange(20_000, dtype=torch.uint8), torch.zeros(20_000, dtype=torch.uint8)
+    for turn, number in enumerate(range(1, 8)):
+        position = first.push(1, number, given.data_ptr(), given.numel())
+        if turn % 3 == 2:  # the sender gives up in the middle; the receiver has not begun, or is in the middle too
+            if turn == 5:
+                second.pull(0, number, got.data_ptr(), got.numel(), position)
+            first.spin(0.0)
+            second.spin(0.0)
+            first.stop(1, 1, number)
+            second.stop(0, 0, number)
+            continue
+        got.zero_()
+        second.pull(0, number, got.data_ptr(), got.numel(), position)
+        told = None
+        for _ in range(1000):
+            first.spin(0.0)
+            if (told := second.take(-1)) is not None:
+                break
+        assert told is not None and told[:4] == (0, transfers.PULLED, 0, number)
+        assert got.equal(given) and second.take(-1) is None
+
+
+def test_rings_shrink_with_the_number_of_ranks() -> None:
+    for size in (2, 20, 100, 500):
+        messages, payloads = mail_ring_bytes(size)
+        assert size * (messages + payloads) + 4096 <= 8 << 20 and messages >= 1024 and payloads > messages
