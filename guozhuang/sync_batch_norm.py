@@ -62,21 +62,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def normalized(self, input: Tensor, collectives: Collectives | None) -> Tensor:
         """Return the normalized input, on any device; ``collectives`` is None if there are no other ranks."""
         if input.dim() < 2:
-            raise UsageError(
-                explain(
-                    "batch normalization needs an input of shape (N, C, ...)",
-                    value=tuple(input.shape),
-                    fix="give it a dimension of channels behind that of samples",
-                )
-            )
+            what = "batch normalization needs an input of shape (N, C, ...)"
+            fix = "give it a dimension of channels behind that of samples"
+            raise UsageError(explain(what, value=tuple(input.shape), fix=fix))
         if input.shape[1] != self.num_features:
-            raise UsageError(
-                explain(
-                    f"the input has {input.shape[1]} channels, the layer {self.num_features}",
-                    value=tuple(input.shape),
-                    fix=f"make the layer with num_features={input.shape[1]}, or look at the layer before it",
-                )
-            )
+            what = f"the input has {input.shape[1]} channels, the layer {self.num_features}"
+            fix = f"make the layer with num_features={input.shape[1]}, or look at the layer before it"
+            raise UsageError(explain(what, value=tuple(input.shape), fix=fix))
         use_batch = self.training or self.running_mean is None
         if not use_batch or collectives is None:
             return self._local(input, use_batch)
@@ -195,13 +187,9 @@ class _Normalize(torch.autograd.Function):
         counts, means, squares = everyone[:, :1], everyone[:, 1 : num_groups + 1], everyone[:, num_groups + 1 :]
         count = counts.sum()
         if not input.is_meta and count <= 1:
-            raise ValueError(
-                explain(
-                    "batch normalization needs more than one value per channel over all ranks",
-                    value=tuple(input.shape),
-                    fix="use a larger batch or evaluation mode",
-                )
-            )
+            what = "batch normalization needs more than one value per channel over all ranks"
+            fix = "use a larger batch or evaluation mode"
+            raise ValueError(explain(what, value=tuple(input.shape), fix=fix))
         mean = (counts * means).sum(0) / count
         variance = (squares.sum(0) + (counts * (means - mean) ** 2).sum(0)) / count
         scale, shift = (None if each is None else each.to(wide) for each in (weight, bias))

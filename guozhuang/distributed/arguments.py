@@ -103,41 +103,26 @@ def choose_devices(
         RuntimeError: a parameter has no shape yet (a lazy module before its first input).
     """
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
-        raise RuntimeError(
-            explain(
-                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`",
-                fix="run one forward before wrapping, so that shapes are known",
-            )
-        )
+        what = "Modules with uninitialized parameters can't be used with `DistributedDataParallel`"
+        fix = "run one forward before wrapping, so that shapes are known"
+        raise RuntimeError(explain(what, fix=fix))
     if device_ids is not None and len(device_ids) > 1:
-        raise UsageError(
-            explain(
-                "device_ids can only be None or contain a single element",
-                value=list(device_ids),
-                fix="start one process per device",
-            )
-        )
+        what = "device_ids can only be None or contain a single element"
+        raise UsageError(explain(what, value=list(device_ids), fix="start one process per device"))
     devices = {p.device for p in parameters}
     types = {device.type for device in devices}
     if len(types) > 1:
-        raise UsageError(
-            explain(
-                "DistributedDataParallel's input module must be on the same type of devices, but its parameters are on several",
-                value=sorted(map(str, devices)),
-                fix="move the whole module to one type of device",
-            )
-        )
+        what = "DistributedDataParallel's input module must be on the same type of devices, but its parameters are on several"
+        fix = "move the whole module to one type of device"
+        raise UsageError(explain(what, value=sorted(map(str, devices)), fix=fix))
     if not device_ids or types == {"cpu"} or len(devices) > 1:
         if device_ids or output_device:
-            raise UsageError(
-                explain(
-                    "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules: "
-                    "the module must be whole on one accelerator; its parameters are on "
-                    f"{sorted(map(str, devices))}",
-                    value=(device_ids, output_device),
-                    fix="leave both out",
-                )
+            what = (
+                "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU modules: "
+                "the module must be whole on one accelerator; its parameters are on "
+                f"{sorted(map(str, devices))}"
             )
+            raise UsageError(explain(what, value=(device_ids, output_device), fix="leave both out"))
         return None, None
     (own,) = devices
     index = _index_of(device_ids[0], own)

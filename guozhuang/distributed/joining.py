@@ -95,14 +95,9 @@ def check_can_join(ddp: DistributedDataParallel) -> None:
         return
     found = next((name for name, part in ddp.module.named_modules() if isinstance(part, nn.SyncBatchNorm)), None)
     if found is not None:
-        raise UsageError(
-            explain(
-                "join() does not work with SyncBatchNorm: ranks that have run out of data do not take part in its collectives",
-                value=found,
-                rank=ddp.process_group.rank(),
-                fix="pass throw_on_early_termination=True, use BatchNorm, or give every rank the same number of batches",
-            )
-        )
+        what = "join() does not work with SyncBatchNorm: ranks that have run out of data do not take part in its collectives"
+        fix = "pass throw_on_early_termination=True, use BatchNorm, or give every rank the same number of batches"
+        raise UsageError(explain(what, value=found, rank=ddp.process_group.rank(), fix=fix))
 
 
 def refuse_switch(changed: Sequence[str], rank: int) -> None:
@@ -112,14 +107,9 @@ def refuse_switch(changed: Sequence[str], rank: int) -> None:
         UsageError: ``changed`` is not empty; it names the parameters.
     """
     if changed:
-        raise UsageError(
-            explain(
-                "requires_grad was switched inside a join context",
-                value=", ".join(changed),
-                rank=rank,
-                fix="switch it before join() is entered, on every rank",
-            )
-        )
+        what = "requires_grad was switched inside a join context"
+        fix = "switch it before join() is entered, on every rank"
+        raise UsageError(explain(what, value=", ".join(changed), rank=rank, fix=fix))
 
 
 def expect_one_backward(reducer: TorchReducer) -> None:

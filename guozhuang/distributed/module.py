@@ -126,12 +126,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         nn.Module.__init__(self)  # not that of PyTorch's wrapper, which would make a reducer of its own
         Joinable.__init__(self)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise UsageError(
-                explain(
-                    "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time",
-                    fix="give both or none",
-                )
-            )
+            what = "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time"
+            raise UsageError(explain(what, fix="give both or none"))
         if check_reduction:
             warnings.warn("check_reduction is deprecated: reductions are always checked", FutureWarning, stacklevel=2)
         self.process_group = choose_group(process_group, device_mesh, module)
@@ -142,12 +138,9 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         self.parameters_to_ignore = ignored
         handled = [p for name, p in module.named_parameters() if name not in ignored]
         if not any(p.requires_grad for p in [*handled, *(p for _, p in delayed)]):
-            raise RuntimeError(
-                explain(
-                    "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient",
-                    fix="use the module as it is; there is nothing to average",
-                )
-            )
+            what = "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient"
+            fix = "use the module as it is; there is nothing to average"
+            raise RuntimeError(explain(what, fix=fix))
         everything = handled or [p for _, p in delayed]
         self.device_ids, self.output_device = choose_devices(everything, device_ids, output_device)
         self.device = everything[0].device
@@ -237,12 +230,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
 
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group is not dist.group.WORLD:
-            raise RuntimeError(
-                explain(
-                    "DDP Pickling/Unpickling are only supported when using DDP with the default process group",
-                    fix="pickle its .module",
-                )
-            )
+            what = "DDP Pickling/Unpickling are only supported when using DDP with the default process group"
+            raise RuntimeError(explain(what, fix="pickle its .module"))
         if self.around is not None:
             raise RuntimeError(explain("a weight exchange in use cannot be pickled", fix="pickle the module's .module"))
         left_out = {"process_group", "_reducer", "_averaged", "_additions", "logger"}

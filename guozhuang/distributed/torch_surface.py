@@ -178,14 +178,12 @@ class TorchSurface:
             RuntimeError: the last backward was aborted.
         """
         if self._reducer is not None and self._reducer._pass is not None:
-            raise RuntimeError(
-                explain(
-                    "Expected to have finished reduction in the prior iteration before starting a new one: the last backward "
-                    "did not come to its end, so its gradients are not averaged",
-                    rank=self.process_group.rank(),
-                    fix="call this after backward has returned; an error in backward leaves ranks apart",
-                )
+            what = (
+                "Expected to have finished reduction in the prior iteration before starting a new one: the last backward "
+                "did not come to its end, so its gradients are not averaged"
             )
+            fix = "call this after backward has returned; an error in backward leaves ranks apart"
+            raise RuntimeError(explain(what, rank=self.process_group.rank(), fix=fix))
 
     def _set_static_graph(self) -> None:
         """Declare, before the first backward, that all steps use the same graph.

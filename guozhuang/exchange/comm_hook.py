@@ -80,13 +80,9 @@ class _HookWork:
         flat = self._bucket.flat
         if not isinstance(value, Tensor) or value.numel() != flat.numel():
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
-                explain(
-                    f"the future of communication hook {self._name!r} must hold one tensor of {flat.numel()} elements",
-                    value=shape,
-                    fix="return a future of a tensor shaped like bucket.buffer()",
-                )
-            )
+            what = f"the future of communication hook {self._name!r} must hold one tensor of {flat.numel()} elements"
+            fix = "return a future of a tensor shaped like bucket.buffer()"
+            raise ValueError(explain(what, value=shape, fix=fix))
         if value.data_ptr() != flat.data_ptr() or value.dtype != flat.dtype:
             flat.copy_(value.reshape(flat.shape))
 
@@ -122,13 +118,9 @@ class CommHook(GradientExchange[None]):
         name = getattr(self.hook, "__qualname__", type(self.hook).__name__)
         future = self.hook(self.state, HookBucket(bucket))
         if not isinstance(future, torch._C.Future):  # also accepts this base class, which Work.get_future() returns
-            raise TypeError(
-                explain(
-                    f"communication hook {name!r} must return a torch.futures.Future",
-                    value=type(future).__name__,
-                    fix="return work.get_future(), or a Future with its result set",
-                )
-            )
+            what = f"communication hook {name!r} must return a torch.futures.Future"
+            fix = "return work.get_future(), or a Future with its result set"
+            raise TypeError(explain(what, value=type(future).__name__, fix=fix))
         return _HookWork(future, bucket, name)
 
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> None:

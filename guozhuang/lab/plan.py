@@ -128,13 +128,8 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
             explain("there is no CUDA device on this machine", value="--device cuda", fix="say --device cpu")
         )
     if namespace.timeline is not None and namespace.timeline.is_dir():
-        raise UsageError(
-            explain(
-                "--timeline is a folder",
-                value=str(namespace.timeline),
-                fix="name a file; FILE-strategy.json are written",
-            )
-        )
+        fix = "name a file; FILE-strategy.json are written"
+        raise UsageError(explain("--timeline is a folder", value=str(namespace.timeline), fix=fix))
     if namespace.timeline is not None:
         _writable(namespace.timeline.absolute().parent, "--timeline")
     options = workloads.options_from(namespace.workload, namespace)
@@ -143,26 +138,20 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
     dataset_size = len(workload.train)  # type: ignore[arg-type]
     global_batch_size = num_ranks * workload.batch_size
     if dataset_size < global_batch_size:
-        raise UsageError(
-            explain(
-                f"the training data is smaller than one global batch: {num_ranks} ranks {units.TIMES} "
-                f"{workload.batch_size} samples",
-                value=dataset_size,
-                fix="use fewer ranks, a smaller batch or more data",
-            )
+        what = (
+            f"the training data is smaller than one global batch: {num_ranks} ranks {units.TIMES} "
+            f"{workload.batch_size} samples"
         )
+        fix = "use fewer ranks, a smaller batch or more data"
+        raise UsageError(explain(what, value=dataset_size, fix=fix))
     num_steps = namespace.steps if namespace.steps is not None else DEFAULT_STEPS
     if namespace.epochs is not None:
         steps_per_epoch = dataset_size // global_batch_size
         num_steps = namespace.epochs * steps_per_epoch - namespace.warmup_steps
         if num_steps < 1:
-            raise UsageError(
-                explain(
-                    f"an epoch is {steps_per_epoch} steps; {namespace.warmup_steps} of warm-up leave none to measure",
-                    value=namespace.epochs,
-                    fix="give more epochs, fewer --warmup-steps, a smaller batch, or --steps",
-                )
-            )
+            what = f"an epoch is {steps_per_epoch} steps; {namespace.warmup_steps} of warm-up leave none to measure"
+            fix = "give more epochs, fewer --warmup-steps, a smaller batch, or --steps"
+            raise UsageError(explain(what, value=namespace.epochs, fix=fix))
     settings = ComparisonSettings(
         num_ranks=num_ranks,
         num_steps=num_steps,

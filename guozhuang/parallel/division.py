@@ -245,11 +245,8 @@ def norm_of_blocks(
 def _powers_here(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_type: float) -> Tensor:
     """Return the sum of the p-th powers, or the largest absolute value, of this rank's part of each tensor."""
     if not norm_type > 0:
-        raise UsageError(
-            explain(
-                "norm_type must be above 0 where parameters are divided among ranks", value=norm_type, fix="use 2.0"
-            )
-        )
+        what = "norm_type must be above 0 where parameters are divided among ranks"
+        raise UsageError(explain(what, value=norm_type, fix="use 2.0"))
     device = next((value.device for value in values if value is not None), torch.device("cpu"))
     found = torch.zeros(len(parameters), dtype=torch.float64, device=device)
     mine: list[tuple[int, Tensor]] = []

@@ -115,10 +115,8 @@ class Heartbeat:
         store: a client that no other thread uses.
         rank: the rank of this process.
         size: number of ranks.
-        hang_timeout_s: see ``start``.
+        hang_timeout_s, keeps_store, error_file: see ``start``.
         limits: the time limits; must be the same on every rank.
-        keeps_store: see ``start``.
-        error_file: see ``start``.
     """
 
     def __init__(
@@ -365,7 +363,7 @@ class Heartbeat:
         return self._limits.urgent_takeover_s if is_urgent else self._limits.takeover_s
 
     def _beat(self) -> None:
-        clock_s, error = self._clock(), self._error
+        clock_s, error, status = self._clock(), self._error, self._status
         place = self._main.place if error is None else stacks.place_of_error(error)
         self._count += 1
         beat = Beat(
@@ -379,9 +377,7 @@ class Heartbeat:
             place=place.text,
             waits_in=place.waits_in,
             stacks_answered=self._stacks_answered,
-            process_states=look_at_neighbours(self._status, self._me.node, self.rank)
-            if self._status is not None
-            else {},
+            process_states=look_at_neighbours(status, self._me.node, self.rank) if status is not None else {},
             trouble=_in_words(error) if error is not None else "",
             left=self._leave_reason,
             released_store=self._closing,
@@ -392,10 +388,8 @@ class Heartbeat:
         self._beat()
         if self._watch is None and not self._keeps_store:
             return
-        before = self._status if self._status is not None else WatcherStatus(0, -1)
-        status = replace(
-            before, term=before.term + 1, watcher=-1, stacks_request=0, suspects=(), closing=self._keeps_store
-        )
+        before, closing = self._status or WatcherStatus(0, -1), self._keeps_store
+        status = replace(before, term=before.term + 1, watcher=-1, stacks_request=0, suspects=(), closing=closing)
         self._store.set("status", status.to_bytes().decode())
         if self._keeps_store:
             # Wait until no rank uses the store: a call to a store that is gone makes torch write a page to stderr.

@@ -51,38 +51,22 @@ class Workload:
     def __post_init__(self) -> None:
         for field in ("model", "optimizer", "collate", "loss"):
             if not callable(getattr(self, field)):
-                raise UsageError(
-                    explain(
-                        f"{field} of the workload {self.name!r} cannot be called",
-                        value=getattr(self, field),
-                        fix=f"give a function; guozhuang.workloads.Workload says what {field} takes and returns",
-                    )
-                )
+                what = f"{field} of the workload {self.name!r} cannot be called"
+                fix = f"give a function; guozhuang.workloads.Workload says what {field} takes and returns"
+                raise UsageError(explain(what, value=getattr(self, field), fix=fix))
         if self.evaluate is not None and not callable(self.evaluate):
-            raise UsageError(
-                explain(
-                    f"evaluate of the workload {self.name!r} is neither a function nor None",
-                    value=self.evaluate,
-                    fix="give a function of the bare model, or None",
-                )
-            )
+            what = f"evaluate of the workload {self.name!r} is neither a function nor None"
+            fix = "give a function of the bare model, or None"
+            raise UsageError(explain(what, value=self.evaluate, fix=fix))
         if isinstance(self.train, IterableDataset) or not isinstance(self.train, Sized):
-            raise UsageError(
-                explain(
-                    f"the training data of the workload {self.name!r} has no length and cannot be shared out by index",
-                    value=type(self.train).__name__,
-                    fix="give a map-style torch Dataset: __len__ and __getitem__",
-                )
-            )
+            what = f"the training data of the workload {self.name!r} has no length and cannot be shared out by index"
+            fix = "give a map-style torch Dataset: __len__ and __getitem__"
+            raise UsageError(explain(what, value=type(self.train).__name__, fix=fix))
         if len(self.train) == 0:
             raise UsageError(
                 explain(f"the training data of the workload {self.name!r} is empty", fix="give at least one sample")
             )
         if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise UsageError(
-                explain(
-                    f"the batch size of the workload {self.name!r} is not a whole number of at least 1",
-                    value=self.batch_size,
-                    fix="give the number of samples one rank takes in one step",
-                )
-            )
+            what = f"the batch size of the workload {self.name!r} is not a whole number of at least 1"
+            fix = "give the number of samples one rank takes in one step"
+            raise UsageError(explain(what, value=self.batch_size, fix=fix))

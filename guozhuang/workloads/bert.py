@@ -64,13 +64,8 @@ def find(model: str) -> BertSize | Path:
     what = (
         "the folder has no config.json of a Hugging Face checkpoint" if folder.is_dir() else "no such model or folder"
     )
-    raise UsageError(
-        explain(
-            what,
-            value=model,
-            fix=f"use {', '.join(SIZES)}, or the path of a checkpoint on this machine (nothing is downloaded)",
-        )
-    )
+    fix = f"use {', '.join(SIZES)}, or the path of a checkpoint on this machine (nothing is downloaded)"
+    raise UsageError(explain(what, value=model, fix=fix))
 
 
 def default_lr(model: BertSize | Path, optimizer: str) -> float:
@@ -159,12 +154,9 @@ def count_checkpoint_parameters(folder: Path, num_classes: int, max_length: int,
     """
     config = checkpoint_config(folder, num_classes, 0.0, max_length)
     if vocabulary_size > config.vocab_size:
-        raise UsageError(
-            explain(
-                f"the tokenizer in {folder} has {vocabulary_size} entries, more than its model's {config.vocab_size}",
-                fix="save the tokenizer that the model was trained with there",
-            )
-        )
+        what = f"the tokenizer in {folder} has {vocabulary_size} entries, more than its model's {config.vocab_size}"
+        fix = "save the tokenizer that the model was trained with there"
+        raise UsageError(explain(what, fix=fix))
     from transformers import AutoModelForSequenceClassification
 
     with torch.device("meta"):

@@ -106,12 +106,9 @@ def decode(data: bytes, path: Path, encoding: str | None = None) -> Decoded:
                 f"{path}: not Unicode, read as {name}, in which its language is recognised; --encoding says otherwise"
             )
             return Decoded(_text(data, name, path), name, assumed)
-        raise UsageError(
-            explain(
-                f"{path} is not Unicode, and its encoding cannot be told from its bytes",
-                fix="name it: --encoding gb18030, shift_jis, euc_kr, cp1251, koi8-r or another",
-            )
-        )
+        what = f"{path} is not Unicode, and its encoding cannot be told from its bytes"
+        fix = "name it: --encoding gb18030, shift_jis, euc_kr, cp1251, koi8-r or another"
+        raise UsageError(explain(what, fix=fix))
     name = "latin-1" if set(data) & {0x81, 0x8D, 0x8F, 0x90, 0x9D} else "cp1252"
     return Decoded(data.decode(name), name, f"{path}: not UTF-8, read as {name}; --encoding says otherwise")
 
@@ -159,9 +156,6 @@ def _text(data: bytes, encoding: str, path: Path) -> str:
         except UnicodeDecodeError as error:  # a bad pair may end in an ASCII byte, which no surrogate can mark
             first = error
     line = data[: first.start].decode(encoding, "ignore").count("\n") + 1
-    raise UsageError(
-        explain(
-            f"{path}:{line}: byte 0x{data[first.start]:02x} is not {encoding}",
-            fix="name the file's true encoding with --encoding, or mend the file",
-        )
-    )
+    what = f"{path}:{line}: byte 0x{data[first.start]:02x} is not {encoding}"
+    fix = "name the file's true encoding with --encoding, or mend the file"
+    raise UsageError(explain(what, fix=fix))

@@ -104,13 +104,9 @@ def _refuse(name: str, namespace: argparse.Namespace, used: set[str]) -> None:
     for other in OPTIONS.values():
         for field in options.given(other, namespace):
             if field not in used and field not in ("seed", "batch_size"):
-                raise UsageError(
-                    explain(
-                        f"the workload {name} has no option --{field.replace('_', '-')}",
-                        value=getattr(namespace, field),
-                        fix="leave it out, or choose the workload it belongs to",
-                    )
-                )
+                what = f"the workload {name} has no option --{field.replace('_', '-')}"
+                fix = "leave it out, or choose the workload it belongs to"
+                raise UsageError(explain(what, value=getattr(namespace, field), fix=fix))
 
 
 def _pairs(pairs: Sequence[str]) -> dict[str, str]:
@@ -135,21 +131,13 @@ def _users(name: str, given: Mapping[str, Any]) -> Workload:
     takes = [p for p in parameters if p.kind in (*positional, inspect.Parameter.VAR_POSITIONAL)]
     needs = [p for p in parameters if p.default is p.empty and p.kind in (*positional, inspect.Parameter.KEYWORD_ONLY)]
     if len(needs) > 1 or (needs and needs[0].kind is inspect.Parameter.KEYWORD_ONLY):
-        raise UsageError(
-            explain(
-                f"the workload function {name} needs other arguments than one dict of options",
-                value=", ".join(p.name for p in needs),
-                fix="write it as function() or function(options)",
-            )
-        )
+        what = f"the workload function {name} needs other arguments than one dict of options"
+        fix = "write it as function() or function(options)"
+        raise UsageError(explain(what, value=", ".join(p.name for p in needs), fix=fix))
     if not takes and given:
-        raise UsageError(
-            explain(
-                f"the workload function {name} takes no options",
-                value=", ".join(map(str, given)),
-                fix="write it as function(options), or leave --option out",
-            )
-        )
+        what = f"the workload function {name} takes no options"
+        fix = "write it as function(options), or leave --option out"
+        raise UsageError(explain(what, value=", ".join(map(str, given)), fix=fix))
     try:
         made = function(dict(given)) if takes else function()
     except UsageError:
@@ -157,13 +145,9 @@ def _users(name: str, given: Mapping[str, Any]) -> Workload:
     except Exception as error:
         raise UsageError(_failed(f"the workload function {name} raised", error)) from error
     if not isinstance(made, Workload):
-        raise UsageError(
-            explain(
-                f"the workload function {name} did not return a guozhuang.workloads.Workload",
-                value=type(made).__name__,
-                fix="return one; its docstring says what its fields are",
-            )
-        )
+        what = f"the workload function {name} did not return a guozhuang.workloads.Workload"
+        fix = "return one; its docstring says what its fields are"
+        raise UsageError(explain(what, value=type(made).__name__, fix=fix))
     return made
 
 
@@ -206,11 +190,7 @@ def _find(name: str) -> Callable[..., Any]:
         there = [
             key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module_name
         ]
-        raise UsageError(
-            explain(
-                f"the module {module_name} has no function {function_name}",
-                value=name,
-                fix=f"use one of: {', '.join(there)}" if there else "define it there",
-            )
-        )
+        what = f"the module {module_name} has no function {function_name}"
+        fix = f"use one of: {', '.join(there)}" if there else "define it there"
+        raise UsageError(explain(what, value=name, fix=fix))
     return function

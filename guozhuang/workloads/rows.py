@@ -106,13 +106,9 @@ def read_table(
     if format == "auto":
         suffix = (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
         if suffix not in _SUFFIXES:
-            raise UsageError(
-                explain(
-                    f"cannot tell the format of {path} from its name",
-                    value=suffix,
-                    fix=f"name it: --data-format {'|'.join(FORMATS[1:])}",
-                )
-            )
+            what = f"cannot tell the format of {path} from its name"
+            fix = f"name it: --data-format {'|'.join(FORMATS[1:])}"
+            raise UsageError(explain(what, value=suffix, fix=fix))
         format = _SUFFIXES[suffix]
         by_name = True
     else:

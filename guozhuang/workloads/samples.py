@@ -165,13 +165,8 @@ def _header(
     first = [str(cell).strip() for cell in table.rows[0].cells]
     if header == "no":
         if by_name:
-            raise UsageError(
-                explain(
-                    f"{table.path} has no header, so its columns have no names",
-                    value=by_name[0],
-                    fix="give numbers from 0",
-                )
-            )
+            what = f"{table.path} has no header, so its columns have no names"
+            raise UsageError(explain(what, value=by_name[0], fix="give numbers from 0"))
         return None, table.rows, ""
     if header == "yes" or by_name:
         return first, table.rows[1:], ""
@@ -241,11 +236,8 @@ def _choose_columns(
             fix = f"give each row a label and a text; it has the columns {', '.join(map(repr, table.names))}"
         raise UsageError(explain(f"{path} has no column left for the text beside the label", fix=fix))
     if label_at in text_at:
-        raise UsageError(
-            explain(
-                f"{path}: one column is both label and text", value=_called(names, label_at), fix="name two columns"
-            )
-        )
+        what = f"{path}: one column is both label and text"
+        raise UsageError(explain(what, value=_called(names, label_at), fix="name two columns"))
     return label_at, text_at
 
 
@@ -301,21 +293,13 @@ def classes_of(labels: Sequence[str], source: str) -> list[str]:
     """
     distinct = set(labels)
     if len(distinct) < 2:
-        raise UsageError(
-            explain(
-                f"{source} has a single class: there is nothing to tell apart",
-                value=next(iter(distinct)),
-                fix="name the column of the label with --label, or give data of two classes or more",
-            )
-        )
+        what = f"{source} has a single class: there is nothing to tell apart"
+        fix = "name the column of the label with --label, or give data of two classes or more"
+        raise UsageError(explain(what, value=next(iter(distinct)), fix=fix))
     if 2 * len(distinct) > len(labels):
-        raise UsageError(
-            explain(
-                f"{source} has {len(distinct)} classes in {len(labels)} samples; two or more a class are needed",
-                value=", ".join(sorted(distinct)[:3]) + ", ...",
-                fix="name the column of the label with --label (and say --header yes or no if it was guessed wrong)",
-            )
-        )
+        what = f"{source} has {len(distinct)} classes in {len(labels)} samples; two or more a class are needed"
+        fix = "name the column of the label with --label (and say --header yes or no if it was guessed wrong)"
+        raise UsageError(explain(what, value=", ".join(sorted(distinct)[:3]) + ", ...", fix=fix))
     if all(label.isascii() and label.lstrip("-").isdigit() and label.count("-") < 2 for label in distinct):
         return sorted(distinct, key=lambda label: (int(label), label))
     return sorted(distinct)
@@ -361,11 +345,7 @@ def class_numbers(samples: Samples, classes: Sequence[str], trained_on: Path) ->
     for index, label in enumerate(samples.labels):
         if label not in numbers:
             known = ", ".join(classes[:12]) + (", ..." if len(classes) > 12 else "")
-            raise UsageError(
-                explain(
-                    f"{samples.place(index)}: no row of {trained_on} has this label",
-                    value=label,
-                    fix=f"use the same labels in both files; training has: {known}",
-                )
-            )
+            what = f"{samples.place(index)}: no row of {trained_on} has this label"
+            fix = f"use the same labels in both files; training has: {known}"
+            raise UsageError(explain(what, value=label, fix=fix))
     return [numbers[label] for label in samples.labels]

@@ -88,13 +88,9 @@ def _check_data_options(chosen: TextOptions, given: Mapping[str, Any]) -> None:
                     explain(f"--{name.replace('_', '-')} is about a file", value=given[name], fix="add --data FILE")
                 )
     if chosen.eval_data is not None and given.get("eval_fraction") is not None:
-        raise UsageError(
-            explain(
-                "with --eval-data nothing is held out of --data",
-                value=chosen.eval_fraction,
-                fix="leave one of --eval-data and --eval-fraction out",
-            )
-        )
+        what = "with --eval-data nothing is held out of --data"
+        fix = "leave one of --eval-data and --eval-fraction out"
+        raise UsageError(explain(what, value=chosen.eval_fraction, fix=fix))
 
 
 def _key(chosen: TextOptions, model: bert.BertSize | Path) -> str:
@@ -224,13 +220,12 @@ def corpus(library: Path | None = None) -> tuple[list[str], list[str]]:
     largest = sorted(found, key=lambda name: (-len(found[name]), name))[:NUM_PACKAGES]
     taken = sorted(name for name in largest if len(found[name]) >= _LEAST_PER_PACKAGE)
     if len(taken) < _LEAST_PACKAGES:
-        raise UsageError(
-            explain(
-                f"the Python standard library in {library} has too few docstrings for the default corpus "
-                f"({len(taken)} packages with {_LEAST_PER_PACKAGE} texts or more)",
-                fix="bring your own texts with --data FILE, or use a Python that has its library as .py files",
-            )
+        what = (
+            f"the Python standard library in {library} has too few docstrings for the default corpus "
+            f"({len(taken)} packages with {_LEAST_PER_PACKAGE} texts or more)"
         )
+        fix = "bring your own texts with --data FILE, or use a Python that has its library as .py files"
+        raise UsageError(explain(what, fix=fix))
     labels, texts = [], []
     for name in taken:
         some = found[name]

@@ -120,13 +120,9 @@ def checkpoint_tokenizer(folder: Path) -> Any:
     except ImportError:
         raise missing("transformers") from None
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # else transformers would make an empty one
-        raise UsageError(
-            explain(
-                f"the checkpoint in {folder} has no tokenizer",
-                value=", ".join(sorted(path.name for path in folder.iterdir())),
-                fix="save it there with tokenizer.save_pretrained(folder)",
-            )
-        )
+        what = f"the checkpoint in {folder} has no tokenizer"
+        fix = "save it there with tokenizer.save_pretrained(folder)"
+        raise UsageError(explain(what, value=", ".join(sorted(path.name for path in folder.iterdir())), fix=fix))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:

@@ -28,15 +28,8 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.registry import registry
+from guozhuang.world import devices
 from guozhuang.world.connecting import check_settings, check_ways, complete, make_group, settings
-from guozhuang.world.devices import (
-    BIND_DEVICES,
-    backend_of_cpu_ranks,
-    choose,
-    choose_own,
-    devices_seen,
-    num_cuda,
-)
 from guozhuang.world.identity import Identity, World
 from guozhuang.world.layout import Layout
 from guozhuang.world.requests import HangTimeout, layout_of_environment, requested_backend, requested_hang_timeout
@@ -129,7 +122,7 @@ def init(
     identity = discover()
     hang_timeout = requested_hang_timeout()
     # Check the arguments before any wait, so that impossible ones raise at once. The roll call determines the device's index.
-    note = devices_seen(backend, device)
+    note = devices.devices_seen(backend, device)
     if identity.launcher == "alone" and slurm.hint(os.environ):
         _log.warning("%s", slurm.hint(os.environ))
     store, meeting = meet(identity, timeout_s)
@@ -138,10 +131,10 @@ def init(
         cards = roll_call(store, identity.rank, identity.size, timeout_s, note, settings(backend, device))
     hosts = [each.host for each in cards]
     meeting.remove_note()
-    cpu_backend, why = backend_of_cpu_ranks(hosts)
+    cpu_backend, why = devices.backend_of_cpu_ranks(hosts)
     check_settings(cards, identity.rank, cpu_backend)
     identity = complete(identity, hosts)
-    chosen_backend, chosen_device = choose_own(
+    chosen_backend, chosen_device = devices.choose_own(
         backend, device, identity, hosts, [each.note for each in cards], os.environ, cpu_backend
     )
     if backend is None and chosen_device.type == "cpu" and identity.rank == 0:
@@ -324,8 +317,8 @@ def _check_same(world: World, backend: str | None, device: str | torch.device | 
     if backend is not None and backend.lower() != _session.backend.lower():
         what = f"gz.init was called before, with backend {_session.backend!r}"
         raise UsageError(explain(what, value=backend, rank=world.rank, fix=fix))
-    index = world.device.index or 0  # a bare "cuda" means the device of the world
-    if device is not None and choose(None, device, index, num_cuda(), launcher=world.launcher)[1] != world.device:
+    index, num = world.device.index or 0, devices.num_cuda()  # a bare "cuda" means the device of the world
+    if device is not None and devices.choose(None, device, index, num, launcher=world.launcher)[1] != world.device:
         what = f"gz.init was called before, with device {str(world.device)!r}"
         raise UsageError(explain(what, value=str(device), rank=world.rank, fix=fix))
     if _session.made_group and timeout_s not in (DEFAULT_TIMEOUT_S, _session.timeout_s):
@@ -355,17 +348,19 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     store = default_store()
     if size > 1:
         store = next_part(store, "adopted", rank)
-    note = devices_seen(known, device)
+    note = devices.devices_seen(known, device)
     # Every rank takes part: one that decided by its own environment could wait for others whose environment differs.
     cards = roll_call(store, rank, size, timeout_s, note) if size > 1 else [RankCard("", note)]
     has_places = None not in (given.local_rank, given.local_size, given.node_rank, given.num_nodes)
     if size == 1:
         given = replace(given, local_rank=None, local_size=None)
-    if size > 1 and has_places and given.launcher not in BIND_DEVICES:
+    if size > 1 and has_places and given.launcher not in devices.BIND_DEVICES:
         identity = given
     else:
         identity = complete(given, [each.host for each in cards])
-    _, chosen_device = choose_own(known, device, identity, [c.host for c in cards], [c.note for c in cards], os.environ)
+    _, chosen_device = devices.choose_own(
+        known, device, identity, [c.host for c in cards], [c.note for c in cards], os.environ
+    )
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
     world = _enter(identity, chosen_device, found, timeout_s, made_group=False, asked=(backend, device))

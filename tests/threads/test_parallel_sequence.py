@@ -20,6 +20,7 @@ from guozhuang.parallel.spans import SpansOfRanks
 from guozhuang.world.layout import Layout
 
 from .ranks import run_threads
+from .test_parallel_space import Doubled
 
 LENGTH, SHORT, ROWS, WIDTH, HEADS = 23, 17, 3, 24, 4
 Inputs = Callable[[torch.Generator], dict[str, Tensor]]
@@ -269,16 +270,6 @@ def test_outputs_and_gradients_are_those_of_one_process(name: str, way: str) -> 
 @pytest.mark.parametrize("name", [*CASES, *MORE])
 def test_every_model_on_more_ranks(name: str, size: int, way: str) -> None:
     check_equal({**CASES, **MORE}[name], size, way)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
 
 
 def hooked(x: Tensor) -> Tensor:

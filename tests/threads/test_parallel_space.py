@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -332,13 +332,19 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def refuses(rank: int, size: int) -> None:
+def refuses_each(size: int, cases: Iterable[tuple[Callable[[Any], Any], str]]) -> Tensor:
+    """Check that each operation is refused with its text on an image, and return the image."""
     image = torch.randn(1, 3, 8, 4)
-    for operation, text in REFUSED.values():
+    for operation, text in cases:
         with GENERATOR:
             model = Operation(operation, 2)
         with pytest.raises(UsageError, match=text):
             divided(model, size)(image)
+    return image
+
+
+def refuses(rank: int, size: int) -> None:
+    image = refuses_each(size, REFUSED.values())
     with pytest.raises(UsageError, match=r"has 1 rows for 2 ranks.*use at most 1"):
         divided(nn.Conv2d(3, 3, 1), size)(image[:, :, :1])
     with pytest.raises(UsageError, match=r"the model has none.*got 'Linear'"):

@@ -14,7 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from guozhuang.errors import UsageError
 from guozhuang.sync_batch_norm import normalize
 from tests.threads.ranks import GENERATOR, run_threads
-from tests.threads.test_parallel_space import Operation, average_gradients, close, divided, equals_one_process
+from tests.threads.test_parallel_space import (
+    Operation,
+    average_gradients,
+    close,
+    divided,
+    equals_one_process,
+    refuses_each,
+)
 
 
 def two_functions_of_one_name(x: Any) -> Any:
@@ -64,12 +71,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def refuses(rank: int, size: int) -> None:
-    image = torch.randn(1, 3, 8, 4)
-    for operation, text in REFUSED.values():
-        with GENERATOR:
-            model = Operation(operation, 2)
-        with pytest.raises(UsageError, match=text):
-            divided(model, size)(image)
+    image = refuses_each(size, REFUSED.values())
     with pytest.raises(UsageError, match=r"none of the model's inputs is an image.*\(1, 3, 8, 4\) of uint8.*convert"):
         divided(nn.Conv2d(3, 3, 1), size)(image.to(torch.uint8))
     with pytest.raises(UsageError, match=r"the model's input, of which each rank has its rows, would be lost"):

@@ -13,12 +13,18 @@ from ..spans import SpansOfRanks
 from .tensor import DividedTensor, Place, Ranks, cut_where_it_meets, handles, whole_of
 
 
-def autocast(*tensors: Tensor) -> list[Tensor]:
-    """Return the operands in the type that autocast gives to a product."""
+def autocast(*tensors: Any) -> list[Any]:
+    """Return the operands, of which the first is a tensor, in the type that autocast gives to a product or convolution."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
-    return [each.to(torch.get_autocast_dtype(kind)) if each.is_floating_point() else each for each in tensors]
+    dtype = torch.get_autocast_dtype(kind)
+
+    def cast(each: Any) -> Any:
+        is_cast = isinstance(each, Tensor) and each.is_floating_point() and each.dtype != torch.float64
+        return each.to(dtype) if is_cast else each
+
+    return [cast(each) for each in tensors]
 
 
 class _MatmulGathered(torch.autograd.Function):

@@ -16,15 +16,8 @@ Keywords = Mapping[str, Any]
 
 # Operations in place whose draw depends on the shape alone, not on values of tensors.
 _IN_PLACE = (
-    "bernoulli_.float",
-    "uniform_",
-    "normal_",
-    "exponential_",
-    "random_",
-    "geometric_",
-    "cauchy_",
-    "log_normal_",
-)
+    "bernoulli_.float", "uniform_", "normal_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_",
+)  # fmt: skip
 # Operations whose first tensor gives the shape alone.
 _LIKE = ("rand_like", "randn_like", "randint_like", "bernoulli.p")
 # Operations whose argument ``size`` is the shape.
@@ -34,13 +27,8 @@ _SIZED = ("rand", "randn", "randint", "normal.float_float")
 _VALUED = {"bernoulli": 0.5, "bernoulli_.Tensor": 0.5, "multinomial": 1.0}
 # Kernels of accelerators that draw by themselves, in an order of their own.
 _KERNELS = (
-    "_scaled_dot_product",
-    "_flash_attention",
-    "_efficient_attention",
-    "_cudnn_rnn",
-    "miopen_rnn",
-    "_cudnn_attention",
-)
+    "_scaled_dot_product", "_flash_attention", "_efficient_attention", "_cudnn_rnn", "miopen_rnn", "_cudnn_attention",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

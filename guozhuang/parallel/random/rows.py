@@ -84,10 +84,6 @@ class RowDims:
                 found = exact or found
             if len(found) == 1:
                 return found.pop()
-        raise UsageError(
-            explain(
-                f"it cannot be told which dim of a random draw ({name}) is rows, in a microbatch of {num_rows}",
-                value=tuple(shape),
-                fix="train the model without a pipeline, or with microbatches of another number of rows",
-            )
-        )
+        what = f"it cannot be told which dim of a random draw ({name}) is rows, in a microbatch of {num_rows}"
+        fix = "train the model without a pipeline, or with microbatches of another number of rows"
+        raise UsageError(explain(what, value=tuple(shape), fix=fix))

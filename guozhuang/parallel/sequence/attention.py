@@ -95,14 +95,9 @@ def _to_divided(
         way = "ring" if num_heads % team.size else "ulysses"
     if way == "ulysses":
         if num_heads % team.size:
-            raise UsageError(
-                explain(
-                    f"Attention cannot be divided by heads over {team.size} ranks",
-                    value=f"{num_heads} heads",
-                    rank=team.rank,
-                    fix='leave the choice to "auto", take attention="ring", or a number of ranks that divides the heads',
-                )
-            )
+            what = f"Attention cannot be divided by heads over {team.size} ranks"
+            fix = 'leave the choice to "auto", take attention="ring", or a number of ranks that divides the heads'
+            raise UsageError(explain(what, value=f"{num_heads} heads", rank=team.rank, fix=fix))
         # Groups of keys are repeated as often as it takes for their number to divide by the ranks.
         factor = next(
             f for f in range(1, num_heads + 1) if not num_groups * f % team.size and not num_heads % (num_groups * f)
@@ -118,10 +113,9 @@ def _to_divided(
             for each, spans in ((query, place.spans), (key, of_key.spans), (value, of_key.spans))
         )
         with _dropping(dropped, 1, (heads,), num_heads):
+            is_grouped = num_groups * factor != num_heads
             result = F.scaled_dot_product_attention(
-                *(query, key, value, mask, dropped, is_causal),
-                scale=scale,
-                enable_gqa=num_groups * factor != num_heads,
+                query, key, value, mask, dropped, is_causal, scale=scale, enable_gqa=is_grouped
             )
         result = to_tokens(result, place.spans, team)
     else:

@@ -43,24 +43,14 @@ def divide_sequence(model: nn.Module, axes: Axes, attention: str = "auto") -> Ar
     assert group is not None, axes.layout
     compiled = [name or "the model" for name, each in model.named_modules() if _is_compiled(each)]
     if compiled:
-        raise UsageError(
-            explain(
-                "A compiled model cannot be divided by tokens, because its operations are not seen",
-                value=compiled[0],
-                rank=group.rank(),
-                fix="do not call torch.compile under this strategy",
-            )
-        )
+        what = "A compiled model cannot be divided by tokens, because its operations are not seen"
+        fix = "do not call torch.compile under this strategy"
+        raise UsageError(explain(what, value=compiled[0], rank=group.rank(), fix=fix))
     lists = find_blocks(model)
     if not lists:
-        raise UsageError(
-            explain(
-                "The sequence cannot be divided: the model has no list of blocks",
-                value=type(model).__qualname__,
-                rank=group.rank(),
-                fix="keep the blocks of the model in an nn.ModuleList or nn.Sequential of one class, or take another strategy",
-            )
-        )
+        what = "The sequence cannot be divided: the model has no list of blocks"
+        fix = "keep the blocks of the model in an nn.ModuleList or nn.Sequential of one class, or take another strategy"
+        raise UsageError(explain(what, value=type(model).__qualname__, rank=group.rank(), fix=fix))
     team = Team(twin(group), attention, {id(each): name for name, each in model.named_modules()})
     call = _ModelCall(team)
     for each in lists:
@@ -109,14 +99,12 @@ class _ModelCall:
 
     def end(self, outputs: Any) -> Any:
         if not self._has_divided and self._seen:
-            raise UsageError(
-                explain(
-                    "The sequence cannot be divided: no block got hidden states of (batch, tokens, features), "
-                    f"but {'; '.join(dict.fromkeys(self._seen))}",
-                    rank=self.team.rank,
-                    fix="take another strategy; the strategy space divides images",
-                )
+            what = (
+                "The sequence cannot be divided: no block got hidden states of (batch, tokens, features), "
+                f"but {'; '.join(dict.fromkeys(self._seen))}"
             )
+            fix = "take another strategy; the strategy space divides images"
+            raise UsageError(explain(what, rank=self.team.rank, fix=fix))
         return whole_output(outputs)
 
     def divide(self, hidden: Any, name: str, dim: int) -> Any:

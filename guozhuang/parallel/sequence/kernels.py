@@ -80,15 +80,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tens
 
 
 def backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tile: Tile,
-    output: Tensor,
-    lse: Tensor,
-    gradient: Tensor,
-    wants_mask: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    query: Tensor, key: Tensor, value: Tensor, tile: Tile, output: Tensor, lse: Tensor, gradient: Tensor, wants_mask: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of queries, keys, values and scores (those only for ``wants_mask``) of a tile.
 
     Args:
@@ -97,9 +90,7 @@ def backward(
     """
     num_heads, num_groups = query.shape[1], key.shape[1]
     key, value = _grouped(key, num_heads), _grouped(value, num_heads)
-    seen = lse.masked_fill(
-        lse == -torch.inf, torch.inf
-    )  # exp(scores - inf) = 0: queries that see no key get no gradient
+    seen = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(scores - inf) = 0: who sees no key gets no gradient
     if _is_for_flash(query, value, tile) and not wants_mask:
         mask = _full(_added(tile.mask, query), query, key)
         for_query, for_key, for_value = _aten._scaled_dot_product_flash_attention_for_cpu_backward(

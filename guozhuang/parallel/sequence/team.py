@@ -65,17 +65,17 @@ class Team(Ranks):
         """
         inside = next((each for each in _running_modules() if id(each) in self.names), None)
         name = (self.names[id(inside)] if inside is not None else "") or (self.in_blocks[-1] if self.in_blocks else "")
-        raise UsageError(
-            explain(
-                f"The sequence cannot be divided in this model: {what} may join tokens in a way that is not attention"
-                + (f", in {name!r}" if name else "")
-                + (f", a {type(inside).__qualname__}" if inside is not None and name else ""),
-                rank=self.rank,
-                fix="train it by another strategy (tensor and pipeline divide such models), or let it act on each token "
-                "alone; attention is followed in torch's scaled_dot_product_attention, MultiheadAttention, matmul and "
-                "einsum; gradient checkpointing needs use_reentrant=False",
-            )
+        what = (
+            f"The sequence cannot be divided in this model: {what} may join tokens in a way that is not attention"
+            + (f", in {name!r}" if name else "")
+            + (f", a {type(inside).__qualname__}" if inside is not None and name else "")
         )
+        fix = (
+            "train it by another strategy (tensor and pipeline divide such models), or let it act on each token "
+            "alone; attention is followed in torch's scaled_dot_product_attention, MultiheadAttention, matmul and "
+            "einsum; gradient checkpointing needs use_reentrant=False"
+        )
+        raise UsageError(explain(what, rank=self.rank, fix=fix))
 
     def to_heads(self, local: Tensor, spans: SpansOfRanks) -> Tensor:
         """From ``(batch, all heads, own tokens, features)`` to ``(batch, own heads, all tokens, features)``."""

@@ -44,13 +44,8 @@ def divide_space(model: nn.Module, axes: Axes) -> Around:
     region = Region(group, _num_dims(model))
     names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if names:
-        raise UsageError(
-            explain(
-                "under space a BatchNorm normalizes over the whole image already; SyncBatchNorm would exchange rows as samples",
-                value=names[0],
-                fix="leave nn.BatchNorm as it is",
-            )
-        )
+        what = "under space a BatchNorm normalizes over the whole image already; SyncBatchNorm would exchange rows as samples"
+        raise UsageError(explain(what, value=names[0], fix="leave nn.BatchNorm as it is"))
 
     def inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         region.with_gradients, region.is_running, region.picked = torch.is_grad_enabled(), True, []
@@ -76,13 +71,9 @@ def _num_dims(model: nn.Module) -> int:
     for num, kinds in reversed(_CONVOLUTIONS.items()):
         if any(isinstance(module, kinds) for module in model.modules()):
             return num  # a convolution of fewer dimensions, among channels for instance, gets other tensors than images
-    raise UsageError(
-        explain(
-            "space divides images among convolutions, and the model has none",
-            value=type(model).__name__,
-            fix="choose pipeline, tensor or sequence, or data parallelism",
-        )
-    )
+    what = "space divides images among convolutions, and the model has none"
+    fix = "choose pipeline, tensor or sequence, or data parallelism"
+    raise UsageError(explain(what, value=type(model).__name__, fix=fix))
 
 
 def _divided(each: Any, region: Region) -> Any:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..activations.products import autocast
 from ..activations.tensor import DividedTensor
 from ..spans import parts
 from .exchange import add_shares, receive
@@ -148,16 +149,6 @@ def _of_strips(strips: Tensor, at: int, plan: RowPlan) -> list[Tensor]:
     ]
 
 
-def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Cast what autocast would cast for a convolution."""
-    assert tensors[0] is not None
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [None if each is None else each.to(dtype) for each in tensors]
-
-
 @handles_rows("conv1d", "conv2d", "conv3d")
 def _convolve(
     func: Any, input: Any, weight: Tensor, bias: Tensor | None = None, stride: Ints = 1, padding: Ints | str = 0,
@@ -179,8 +170,7 @@ def _convolve(
     plan = plan_of(input, window)
     if plan is None:
         return NotImplemented
-    local, *tensors = _cast(input.local, weight, bias)
-    assert local is not None
+    local, *tensors = autocast(input.local, weight, bias)
     uneven = [(0, 0) if d == i else (0, after[d] - before[d]) for d in range(num)]
     if any(more for _, more in uneven):
         local = F.pad(local, [each for pair in reversed(uneven) for each in pair])
@@ -218,6 +208,5 @@ def _convolve_transposed(
     paddings[i] = extra[i] = 0
     keep = (input.at, start - window.first_made((start, stop)), stop - start)
     work = _Convolution([strides, paddings, dilations, True, extra, groups], keep)
-    local, *tensors = _cast(input.local, weight, bias)
-    assert local is not None
+    local, *tensors = autocast(input.local, weight, bias)
     return run_windowed(input.like(local), work, plan, num_rows, *tensors)

@@ -152,12 +152,8 @@ class _Extreme(torch.autograd.Function):
         local, found = ctx.saved_tensors
         among = (local == found).to(gradient.dtype)
         count = ctx.region.combine(among.sum(ctx.dims, keepdim=True))
-        return (
-            among * (ctx.region.combine(gradient.clone(memory_format=torch.contiguous_format)) / count),
-            None,
-            None,
-            None,
-        )
+        whole = ctx.region.combine(gradient.clone(memory_format=torch.contiguous_format))
+        return among * (whole / count), None, None, None
 
 
 def extreme(region: Ranks, local: Tensor, dims: tuple[int, ...], largest: bool) -> Tensor:

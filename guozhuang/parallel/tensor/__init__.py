@@ -71,12 +71,9 @@ def divide_tensors(model: nn.Module, axes: Axes, plan: Mapping[str, str] | None 
     _check_shared(model, cutter)
     share = cutter.num_whole_elements / max(num_elements, 1)
     if not share:
-        raise UsageError(
-            explain(
-                f"nothing in {type(model).__name__} was found that {cutter.num_ranks} ranks of the axis tp can divide",
-                fix='name the layers, plan={"mlp.up": "columns", "mlp.down": "rows"}, or choose another strategy',
-            )
-        )
+        what = f"nothing in {type(model).__name__} was found that {cutter.num_ranks} ranks of the axis tp can divide"
+        fix = 'name the layers, plan={"mlp.up": "columns", "mlp.down": "rows"}, or choose another strategy'
+        raise UsageError(explain(what, fix=fix))
     if axes.everyone.rank() == 0:
         text = f"tensor: {share:.0%} of {num_elements:,} parameters are divided over {cutter.num_ranks} ranks"
         largest = sorted(_whole_parameters(model, cutter).items(), key=lambda item: -item[1])[:3]
@@ -142,14 +139,13 @@ def _divide_by_hand(model: nn.Module, plan: Mapping[str, str], cutter: Cutter) -
         elif word == "heads" and (attention := attention_of(part)) is not None:
             divide_heads(part, attention, cutter, name)
         else:
-            raise UsageError(
-                explain(
-                    f"the plan wants {name!r} divided by {word}, which a {type(part).__name__} cannot be",
-                    fix="use columns, rows or gathered for linear layers and convolutions without groups, rows for "
-                    "embeddings, columns for a dropout beside the layers that it stands between, channels for BatchNorm and "
-                    "depthwise convolutions, heads for attention with separate layers for queries, keys and values",
-                )
+            what = f"the plan wants {name!r} divided by {word}, which a {type(part).__name__} cannot be"
+            fix = (
+                "use columns, rows or gathered for linear layers and convolutions without groups, rows for "
+                "embeddings, columns for a dropout beside the layers that it stands between, channels for BatchNorm and "
+                "depthwise convolutions, heads for attention with separate layers for queries, keys and values"
             )
+            raise UsageError(explain(what, fix=fix))
 
 
 def _num_channels(part: Any) -> int:

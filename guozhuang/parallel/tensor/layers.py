@@ -286,13 +286,9 @@ def vocabulary(layer: nn.Embedding, cutter: Cutter, *, name: str = "") -> None:
     """
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(layer, option):
-            raise UsageError(
-                explain(
-                    f"the embedding {name!r} cannot be divided by rows, because of its {option}",
-                    value=getattr(layer, option),
-                    fix=f"make it without {option}, or leave it out of the plan",
-                )
-            )
+            what = f"the embedding {name!r} cannot be divided by rows, because of its {option}"
+            fix = f"make it without {option}, or leave it out of the plan"
+            raise UsageError(explain(what, value=getattr(layer, option), fix=fix))
     if layer.num_embeddings < cutter.num_ranks:
         raise _too_few(name, "rows", layer.num_embeddings, cutter.num_ranks)
     spans = cutter.spans(layer.num_embeddings)
@@ -386,9 +382,6 @@ def check_heads(name: str, heads: Mapping[str, int], num_ranks: int) -> None:
     common = math.gcd(*heads.values())
     divisors = [number for number in range(1, common + 1) if common % number == 0]
     found = " and ".join(f"{number} {what}" for what, number in heads.items())
-    raise UsageError(
-        explain(
-            f"the attention {name!r} has {found}, which {num_ranks} ranks of the axis tp cannot divide",
-            fix=f"use tp={', '.join(map(str, divisors[:-1]))} or {divisors[-1]}" if common > 1 else "use tp=1",
-        )
-    )
+    what = f"the attention {name!r} has {found}, which {num_ranks} ranks of the axis tp cannot divide"
+    fix = f"use tp={', '.join(map(str, divisors[:-1]))} or {divisors[-1]}" if common > 1 else "use tp=1"
+    raise UsageError(explain(what, fix=fix))

@@ -153,20 +153,13 @@ class BackwardPasses(ABC):
             one = self.hooked[index]
             gradient = one.parameter.grad
             if one.left <= 0:
-                raise AssertionError(
-                    explain(
-                        "Gradients were computed more than backward_passes_per_step times before call to step()",
-                        value=f"{self.num_passes}, parameter {one.name!r}",
-                        fix="Increase backward_passes_per_step to accumulate gradients locally, or call step() more often",
-                    )
-                )
+                what = "Gradients were computed more than backward_passes_per_step times before call to step()"
+                fix = "Increase backward_passes_per_step to accumulate gradients locally, or call step() more often"
+                raise AssertionError(explain(what, value=f"{self.num_passes}, parameter {one.name!r}", fix=fix))
             if gradient is not None and gradient.requires_grad:
-                raise AssertionError(
-                    explain(
-                        f"the gradient of {one.name!r} has a graph of its own, which is not known on other ranks",
-                        fix="use torch.autograd.grad(..., create_graph=True) in place of backward(create_graph=True)",
-                    )
-                )
+                what = f"the gradient of {one.name!r} has a graph of its own, which is not known on other ranks"
+                fix = "use torch.autograd.grad(..., create_graph=True) in place of backward(create_graph=True)"
+                raise AssertionError(explain(what, fix=fix))
             self.open()
             one.came = True
             one.left -= 1

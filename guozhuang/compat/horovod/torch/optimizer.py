@@ -111,13 +111,12 @@ class _Distributed(Optimizer):
             AssertionError: gradients are being exchanged.
         """
         if self._exchange.is_open:
-            raise AssertionError(
-                explain(
-                    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                    "optimizer.synchronize(). This is prohibited as it can cause a race condition",
-                    fix="call zero_grad() after step(), or before backward()",
-                )
+            what = (
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition"
             )
+            fix = "call zero_grad() after step(), or before backward()"
+            raise AssertionError(explain(what, fix=fix))
         super().zero_grad(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
