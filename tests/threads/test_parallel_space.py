@@ -128,6 +128,17 @@ class Attention(nn.Module):
         return x + self.inner(tokens, tokens, tokens)[0].transpose(1, 2).reshape(x.shape)
 
 
+class OnPixels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Any) -> Any:
+        tokens = self.layer(x.flatten(2).transpose(1, 2))
+        tokens = tokens + (tokens @ tokens.mT).softmax(-1) @ tokens
+        return tokens.transpose(1, 2).reshape(x.shape)
+
+
 class ChannelsBehind(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -220,6 +231,15 @@ OPERATIONS: dict[str, tuple[int, Callable[[], Any]]] = {
     "where": (2, lambda: lambda x: torch.where(x > 0, x, 0.1 * x) + x.masked_fill(x < 0.2, 0.0)),
     "max of two": (2, lambda: lambda x: torch.max(x, -x).movedim(2, 0)),
 }  # fmt: skip
+
+
+def test_layers_on_pixels_as_tokens_are_divided(caplog: pytest.LogCaptureFixture) -> None:
+    with GENERATOR:
+        torch.manual_seed(0)
+        model = Operation(OnPixels(), 2).double()
+        image = torch.randn(2, 3, 13, 9, dtype=torch.float64)
+    run_threads(equals_one_process, 3, [("tokens", image, model)])
+    assert "computed on the whole tensor" not in caplog.text
 
 
 def made(names: list[str]) -> list[tuple[str, Tensor, nn.Module]]:

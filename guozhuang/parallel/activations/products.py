@@ -1,7 +1,10 @@
-"""Matrix products: rows stay divided, and what they are multiplied by is gathered where it is divided too."""
+"""Matrix products and attention: rows stay divided, and what they are multiplied by is gathered where it is divided too."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,7 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from ..spans import SpansOfRanks
+from ..random import divided as draws_part
+from ..spans import Span, SpansOfRanks
 from .tensor import DividedTensor, Place, Ranks, cut_where_it_meets, handles, whole_of
 
 
@@ -110,3 +114,32 @@ def _einsum(func: Any, equation: Any, *given: Any) -> Any:
         for name, each in zip(names, operands, strict=True)
     ]
     return lead.like(torch.einsum(equation, *fitted), output.index(letter))
+
+
+def dropping(dropped: float, dim: int, spans: Iterable[Span], size: int) -> AbstractContextManager[object]:
+    """Let attention within draw these spans of the weights that one process drops."""
+    return draws_part(dim, spans, size) if dropped else contextlib.nullcontext()
+
+
+@handles("scaled_dot_product_attention")
+def _attend(
+    func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    **given: Any,
+) -> Any:  # fmt: skip
+    """Compute the attention of divided queries, to whole keys where these are what is divided, or of some samples or heads."""
+    if not isinstance(query, DividedTensor):
+        return func(query, *map(whole_of, (key, value, attn_mask)), dropout_p, is_causal, **given)
+    place, position = query.place, query.position
+    if position == -1:
+        return NotImplemented
+    if position == -2:
+        key, value = whole_of(key), whole_of(value)
+        if is_causal:
+            attn_mask = torch.ones(place.size, key.shape[-2], dtype=torch.bool, device=query.device).tril()
+            is_causal = False
+    else:
+        key, value = (cut_where_it_meets(each, place, position) for each in (key, value))
+    attn_mask = cut_where_it_meets(attn_mask, place, position)
+    with dropping(dropout_p, place.dim, place.own_ranges, place.size):
+        result = func(query.local, key, value, attn_mask, dropout_p, is_causal, **given)
+    return query.like(result, result.dim() + position)

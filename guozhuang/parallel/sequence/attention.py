@@ -7,9 +7,6 @@ number of heads that divides by the ranks. A ring takes any number of heads.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,57 +14,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import UsageError, explain
-from ..activations.products import autocast
-from ..activations.tensor import DividedTensor, Place, cut_where_it_meets, handles, whole_of
+from ..activations.products import autocast, dropping
+from ..activations.tensor import DividedTensor, cut_where_it_meets, handles, whole_of
 from ..random import divided as draws_part
-from ..spans import Span
 from .kernels import Tile
 from .ring import RingOfKeys, ring_attention
 from .team import Team, to_heads, to_tokens
 
 
 @handles("scaled_dot_product_attention", ranks=Team)
-def _attention(
+def _attend(
     func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     **given: Any,
 ) -> Any:  # fmt: skip
-    at_query, at_key, at_value = (
-        each.position if isinstance(each, DividedTensor) else None for each in (query, key, value)
-    )
-    if at_query is None:
-        all_others = (whole_of(each) for each in (key, value, attn_mask))
-        return func(query, *all_others, dropout_p, is_causal, **given)
-    if at_query == -1:
+    """Compute attention of queries, keys and values that are divided by tokens."""
+    for each in (query, key, value):
+        if not isinstance(each, DividedTensor) or each.position != -2 or each.place.is_folded:
+            return NotImplemented
+    if not key.place.is_like(value.place):
         return NotImplemented
-    place: Place = query.place
-    if at_query != -2:  # divided by what it does not join: samples, or heads
-        operands = [
-            None if each is None else cut_where_it_meets(each, place, at_query) for each in (key, value, attn_mask)
-        ]
-        with _dropping(dropout_p, place.dim, place.own_ranges, place.size):
-            result = func(query.local, *operands, dropout_p, is_causal, **given)
-    elif at_key != -2 or at_value != -2 or not key.place.is_like(value.place):
-        # Keys that every rank has whole, as those of a cache.
-        key, value = whole_of(key), whole_of(value)
-        if is_causal:
-            attn_mask = torch.ones(place.size, key.shape[-2], dtype=torch.bool, device=query.device).tril()
-        with _dropping(dropout_p, place.dim, place.own_ranges, place.size):
-            result = func(query.local, key, value, _rows(attn_mask, place), dropout_p, **given)
-    elif place.is_folded or key.place.is_folded:
-        return NotImplemented
-    else:
-        result = _to_divided(query, key, value, attn_mask, dropout_p, is_causal, **given)
-    return query.like(result, result.dim() + at_query)
-
-
-def _dropping(dropped: float, dim: int, spans: Iterable[Span], size: int) -> AbstractContextManager[object]:
-    """Attention within draws these spans of the weights that one process drops."""
-    return draws_part(dim, spans, size) if dropped else contextlib.nullcontext()
-
-
-def _rows(mask: Any, place: Place) -> Tensor | None:
-    """This rank's rows of a mask, unless one row serves all queries."""
-    return None if mask is None else cut_where_it_meets(mask, place, -2)
+    result = _to_divided(query, key, value, attn_mask, dropout_p, is_causal, **given)
+    return query.like(result, result.dim() - 2)
 
 
 def _four(tensor: Tensor) -> Tensor:
@@ -112,7 +79,7 @@ def _to_divided(
             to_heads(each, spans, team)
             for each, spans in ((query, place.spans), (key, of_key.spans), (value, of_key.spans))
         )
-        with _dropping(dropped, 1, (heads,), num_heads):
+        with dropping(dropped, 1, (heads,), num_heads):
             is_grouped = num_groups * factor != num_heads
             result = F.scaled_dot_product_attention(
                 query, key, value, mask, dropped, is_causal, scale=scale, enable_gqa=is_grouped
@@ -123,7 +90,7 @@ def _to_divided(
             raise RuntimeError(
                 "scaled_dot_product_attention takes an attn_mask or is_causal=True, not both"
             )  # as torch's
-        rows = _rows(mask, place)
+        rows = cut_where_it_meets(mask, place, -2)
         keep = None
         if dropped:
             ones = query.new_ones(*query.shape[:-1], of_key.spans.length)
