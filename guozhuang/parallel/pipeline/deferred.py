@@ -185,16 +185,17 @@ class _LookupHook(OutputHook):
         deferred, table = self._weights.deferred(), module.weight
         if deferred is None or is_traced() or not torch.is_grad_enabled() or len(args) != 1 or not _is_free(table):
             return None
-        if table.device.type != "cpu" or not isinstance(output, Tensor) or not output.is_contiguous():
+        local, indices = local_of(output), local_of(args[0])
+        if table.device.type != "cpu" or not isinstance(local, Tensor) or not local.is_contiguous():
             return None  # elsewhere the order in which rows are added would differ from time to time
-        node: Any = output.grad_fn
+        node: Any = local.grad_fn
         if node is None or node.name() != "EmbeddingBackward0":
             return None
         if getattr(node.next_functions[0][0], "variable", None) is not table:
             return None
         apply: Any = _Lookup.apply
-        found: Tensor = apply(table, (output, args[0], module.padding_idx, deferred))  # autograd ignores a tuple
-        return found
+        found: Tensor = apply(table, (local, indices, module.padding_idx, deferred))  # autograd ignores a tuple
+        return output.like(found) if isinstance(output, DividedTensor) else found
 
 
 class _Lookup(torch.autograd.Function):
