@@ -4,8 +4,10 @@
         [--tokens 64] [--ranks 2] [--contenders one,ours-1f1b,torch-1f1b,...] [--json FILE]
 
 Encoder layers of the given width, dropout 0, AdamW; each rank has one thread. All contenders live in the same processes and
-take turns, round after round. "one" is rank 0 alone with the same microbatches, one after the other. The bound of a schedule is
-the time of "one" divided by the ranks and by m / (m + p - 1); that of zero bubble is the time of "one" divided by the ranks.
+take turns, round after round. "one" is rank 0 alone with the same microbatches, one after the other; "parts" are all ranks at
+the same time, each with its own layers, and nothing is sent. The bound of a schedule is the time of "one" divided by the ranks
+and by m / (m + p - 1); that of zero bubble is the time of "one" divided by the ranks. A second bound takes the time of "parts"
+in the place of "one" divided by the ranks: cores that work at the same time are slower where they share memory and clock.
 Milliseconds are medians of a step; ratios are taken within a round, and medians over the rounds are printed. torch-* runs on
 the same group.
 """
@@ -32,7 +34,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import guozhuang as gz
 
-CONTENDERS = ("one", "ours-gpipe", "torch-gpipe", "ours-1f1b", "torch-1f1b", "ours-zero-bubble", "torch-zbv")
+CONTENDERS = ("one", "parts", "ours-gpipe", "torch-gpipe", "ours-1f1b", "torch-1f1b", "ours-zero-bubble", "torch-zbv")
 
 
 class Encoder(nn.Module):
@@ -66,6 +68,20 @@ def one(model: nn.Module, m: int, x: Tensor, y: Tensor) -> Callable[[], Any]:
         optimizer.zero_grad()
 
     return step if dist.get_rank() == 0 else lambda: None
+
+
+def parts(model: nn.Module, m: int, x: Tensor, y: Tensor) -> Callable[[], Any]:
+    rank, size, num = dist.get_rank(), dist.get_world_size(), len(model.layers)
+    mine = nn.Sequential(*list(model.layers)[num * rank // size : num * (rank + 1) // size])
+    optimizer = adamw(mine.parameters())
+
+    def step() -> None:
+        for rows, target in zip(x.tensor_split(m), y.tensor_split(m), strict=True):
+            loss_of(mine(rows.detach().requires_grad_(rank > 0)), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def ours(name: str, model: nn.Module, m: int, x: Tensor, y: Tensor) -> Callable[[], Any]:
@@ -109,8 +125,8 @@ def torchs(name: str, model: nn.Module, m: int, x: Tensor, y: Tensor) -> Callabl
 
 def contend(name: str, model: nn.Module, m: int, x: Tensor, y: Tensor) -> Callable[[], Any]:
     who, _, schedule = name.partition("-")
-    if who == "one":
-        return one(model, m, x, y)
+    if who in ("one", "parts"):
+        return (one if who == "one" else parts)(model, m, x, y)
     return (ours if who == "ours" else torchs)(schedule, model, m, x, y)
 
 
@@ -144,12 +160,12 @@ def measure(rank: int, told: argparse.Namespace, port: int, folder: str) -> None
 
 def report(times: dict[str, list[float]], m: int, p: int) -> None:
     print(f"{p} ranks, {m} microbatches; ms are medians of a step, ratios medians of the rounds' ratios (min .. max)")
-    print(f"{'':18}{'ms':>8}   {'share of its bound':26}{'speed / torch-1f1b':26}")
+    print(f"{'':18}{'ms':>8}   {'share of its bound':26}{'of that with all cores':26}{'speed / torch-1f1b':26}")
     for name, each in times.items():
         line = f"{name:18}{statistics.median(each):8.1f}   "
         bubble = 1.0 if "z" in name else (m + p - 1) / m
-        under = [t / p * bubble for t in times.get("one", [])] if name != "one" else []
-        for numerators in (under, times.get("torch-1f1b", []) if name != "one" else []):
+        bounds = [[t / ranks * bubble for t in times.get(of, [])] for of, ranks in (("one", p), ("parts", 1))]
+        for numerators in [*bounds, times.get("torch-1f1b", [])] if name not in ("one", "parts") else []:
             ratios = [a / b for a, b in zip(numerators, each, strict=False)]
             text = f"{statistics.median(ratios):.3f} ({min(ratios):.2f} .. {max(ratios):.2f})" if ratios else ""
             line += f"{text:26}"
