@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from guozhuang import records
+from guozhuang.world.layout import StageTimes
 
 SCHEMA_VERSION = 1
 
@@ -44,19 +45,6 @@ class Phases:
     def step_s(self) -> float:
         """Return the duration of the whole step, in seconds."""
         return sum(self.parts())
-
-
-@dataclass(frozen=True)
-class StageRecord:
-    """One stage of a pipeline in one run, as ``StageTimes`` of parallel/pipeline/plan.py; times in seconds, of one step."""
-
-    number: int
-    rank: int
-    first: str
-    last: str
-    predicted_s: float | None
-    busy_s: float
-    microbatches: str
 
 
 @dataclass(frozen=True)
@@ -110,7 +98,7 @@ class RankRecord:
     backend: str = ""
     num_batch_norms: int = 0
     noise_scale: float | None = None
-    stages: tuple[StageRecord, ...] = ()
+    stages: tuple[StageTimes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -262,10 +250,10 @@ class StrategyRow:
         return self._median(lambda r: r.pss_bytes, sum)
 
     @property
-    def stages(self) -> list[StageRecord]:
+    def stages(self) -> list[StageTimes]:
         """Return the stages of a pipeline, each with the mean time over its copies, in the round of median speed."""
         ordered = sorted(self.rounds, key=lambda r: r.samples_per_s)
-        found: dict[int, list[StageRecord]] = {}
+        found: dict[int, list[StageTimes]] = {}
         for rank in ordered[(len(ordered) - 1) // 2].ranks:
             for stage in rank.stages:
                 found.setdefault(stage.number, []).append(stage)

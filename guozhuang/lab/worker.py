@@ -5,6 +5,7 @@ A worker trains for a given number of steps, measures, and writes ``rank-R.json`
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import gc
 import json
@@ -29,7 +30,7 @@ from guozhuang.errors import UsageError
 from guozhuang.exchange.allreduce import AllReduce
 from guozhuang.exchange.noise_scale import NoiseMeter, NoiseScale
 from guozhuang.lab import measure
-from guozhuang.lab.results import Phases, RankRecord, StageRecord
+from guozhuang.lab.results import Phases, RankRecord
 from guozhuang.records import build, write_text
 from guozhuang.sharding.whole import full, full_weights, is_divided
 from guozhuang.timeline import Timeline
@@ -248,15 +249,7 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         backend=str(torch.distributed.get_backend()) if here.size > 1 else "",
         noise_scale=trainer.noise_scale(),
         stages=tuple(
-            StageRecord(
-                now.number,
-                now.rank,
-                now.first,
-                now.last,
-                now.predicted_s,
-                (now.busy_s - was.busy_s) / spec.num_steps,
-                now.microbatches,
-            )
+            dataclasses.replace(now, busy_s=(now.busy_s - was.busy_s) / spec.num_steps)
             for now, was in zip(_stages(trainer), stages_before, strict=True)
         ),
         num_batch_norms=sum(_is_own_batch_norm(module) for module in trainer.bare.modules()),

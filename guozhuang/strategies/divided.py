@@ -38,8 +38,8 @@ from .prepared import PreparedDDP, StandsForModule, has_graph
 from .ways import PreparedPair, Setup, WithExchange, device_ids, several
 
 if TYPE_CHECKING:
-    from ..parallel.pipeline.plan import StageTimes
     from ..sharding import ShardedOptimizer
+    from ..world.layout import StageTimes
     from .table import Strategy
 
 

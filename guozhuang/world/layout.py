@@ -146,3 +146,26 @@ def _does_not_fit(sizes: dict[str, int | None], strategy: str, num_ranks: int) -
     else:
         fix = f"start {known} ranks, or name sizes whose product is {num_ranks}"
     return explain(what, value=asked, fix=fix)
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What a stage of a pipeline holds, and how long its rank computes for it; times in seconds.
+
+    Attributes:
+        number: the number of the stage.
+        rank: the index of its rank along pp.
+        first: the name of the first call in it.
+        last: the name of the last one.
+        predicted_s: what the cut expected of a batch, forward and backward; None where it was made by hand.
+        busy_s: how long the rank has computed for the stage: since the first batch, or in a step of a comparison.
+        microbatches: into how many a batch is cut, and why, in words.
+    """
+
+    number: int
+    rank: int
+    first: str
+    last: str
+    predicted_s: float | None
+    busy_s: float
+    microbatches: str

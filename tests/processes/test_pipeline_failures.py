@@ -78,12 +78,12 @@ def _failing(rank: int, size: int, signal_number: int, action: str) -> tuple[flo
 def test_a_killed_rank_is_named(backend: str, action: str) -> None:
     found = run_ranks(_failing, 2, signal.SIGKILL, action, backend=backend, collect_errors=True)
     seconds, text = found[0]
-    assert seconds < 2
+    assert seconds < 1
     assert "backward of microbatch 2 in stage 0" in text
     assert "gradients of microbatch 2 from stage 1 to stage 0" in text and "rank 1" in text
 
 
 def test_a_stopped_rank_is_named_and_the_training_goes_on() -> None:
     (seconds, text), _ = run_ranks(_failing, 2, signal.SIGSTOP, "backward", backend="shm")
-    assert seconds < 2
+    assert seconds < 1
     assert "rank 1 (pid" in text and "is stopped" in text and "backward of microbatch 2 in stage 0 waits" in text

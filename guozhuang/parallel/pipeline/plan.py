@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import UsageError, explain
 from ...world import current
+from ...world.layout import StageTimes
 from ...world.machine import available_bytes
 from ..axes import WHOLE, Around
 from ..division import disown
@@ -49,29 +50,6 @@ class StagePlan:
 
     routes: Routes
     runtime: PipelineRuntime
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """What a stage of this rank holds, and how long it takes; times in seconds.
-
-    Attributes:
-        number: the number of the stage.
-        rank: the index of its rank along pp.
-        first: the name of the first call in it.
-        last: the name of the last one.
-        predicted_s: what the cut expected of a batch, forward and backward; None where it was made by hand.
-        busy_s: how long this rank has computed for the stage, since the first batch.
-        microbatches: into how many a batch is cut, and why, in words.
-    """
-
-    number: int
-    rank: int
-    first: str
-    last: str
-    predicted_s: float | None
-    busy_s: float
-    microbatches: str
 
 
 class StagePlans:

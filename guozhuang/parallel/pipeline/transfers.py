@@ -41,7 +41,7 @@ _HEADER_WORDS: Final = 48  # of 8 bytes; longer descriptions continue in a secon
 _FIRST_WORDS: Final = 7
 _ABSENT, _REQUIRES_GRAD, _ON_CPU = 1, 2, 4
 #: Seconds between two looks at the process of a rank that is being waited for.
-LOOK_S: Final = 0.5
+LOOK_S: Final = 0.25
 _log = logging.getLogger("guozhuang")
 
 
