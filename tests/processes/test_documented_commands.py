@@ -34,9 +34,10 @@ import argparse, guozhuang as gz, torch
 lr = argparse.ArgumentParser()
 lr.add_argument("--lr", type=float, default=0.1)
 world = gz.init()
-model = torch.nn.Linear(2, 1)
+layer = torch.nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+model = torch.nn.TransformerEncoder(layer, 2)
 model, optimizer = gz.prepare(model, torch.optim.SGD(model.parameters(), lr=lr.parse_args().lr))
-model(torch.ones(4, 2)).sum().backward()
+model(torch.ones(4, 3, 4)).sum().backward()
 optimizer.step()
 gz.shutdown()
 """
@@ -55,7 +56,7 @@ def runnable() -> list[list[str]]:
 def shortened(words: list[str]) -> list[str]:
     """A comparison with few steps of a small model."""
     kept = [word for before, word in zip(["", *words], words, strict=False) if not {before, word} & SHORT.keys()]
-    names_model = {"./my-checkpoint", "examples.own_workload:two_moons", "--config"} & set(words)
+    names_model = {"./my-checkpoint", "examples.own_workload:two_moons", "my_workload:make", "--config"} & set(words)
     model = [] if names_model else ["--model", "bert-tiny"]
     return [*kept, *(word for pair in SHORT.items() for word in pair), *model, "--fresh"]
 
@@ -69,6 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "package").mkdir()
     for name in ("train.py", "package/train.py", "package/__init__.py"):
         (made / name).write_text(SCRIPT if name.endswith("train.py") else "")
+    (made / "my_workload.py").write_text("from examples.own_workload import two_moons as make\n")
     (made / "program").write_text("#!/bin/sh\nexit 0\n")
     (made / "program").chmod(0o755)
     (config,) = [text for _, text in blocks("toml") if "compare.toml" in text]
