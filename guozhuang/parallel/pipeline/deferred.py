@@ -13,6 +13,7 @@ gradient, it is handed to the engine, which runs the hook.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from typing_extensions import override
 
 from guozhuang.gradients.buckets import same_place
 from guozhuang.gradients.output_hooks import OutputHook, is_traced
@@ -86,7 +88,7 @@ class DeferredWeights:
         self._hooks: dict[int, _AccumulationHooks] = {}  # by identity of a parameter, which they keep alive
         for part in model.modules():
             if _multiplies(part):
-                part.register_forward_hook(_DeferringHook(self))
+                part.register_forward_hook(_ProductHook(self))
             elif _looks_up(part):
                 part.register_forward_hook(_LookupHook(self))
 
@@ -154,48 +156,50 @@ class DeferredWeights:
         return self._now
 
 
-class _DeferringHook(OutputHook):
-    """A forward hook of a layer that replaces its backward."""
+class _LaterHook(OutputHook):
+    """A forward hook of a layer that replaces its backward; of divided samples, that of this rank's part."""
 
     def __init__(self, weights: DeferredWeights) -> None:
         self._weights = weights
 
     def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Tensor | None:
         """Return the output with the replaced backward, or None to keep PyTorch's own."""
-        deferred, weight, bias = self._weights.deferred(), module.weight, module.bias
+        deferred = self._weights.deferred()
         if deferred is None or is_traced() or not torch.is_grad_enabled() or len(args) != 1:
             return None
-        if not isinstance(output, Tensor) or not _is_free(weight):
+        if not isinstance(output, Tensor) or not _is_free(module.weight):
             return None
-        if bias is not None and bias.requires_grad and not _is_free(bias):
-            return None
-        taker = _Taker(deferred, weight, bias)
-        found = replace_backward(local_of(output), local_of(args[0]), weight, bias, taker)
+        found = self.replaced(module, local_of(args[0]), local_of(output), deferred)
         return output.like(found) if isinstance(output, DividedTensor) and found is not None else found
 
+    @abc.abstractmethod
+    def replaced(self, module: Any, given: Tensor, output: Tensor, deferred: _Deferred) -> Tensor | None:
+        """Return an output with a backward that leaves the weight's gradient for later; None if that cannot be."""
 
-class _LookupHook(OutputHook):
-    """A forward hook of a table of embeddings that replaces its backward."""
 
-    def __init__(self, weights: DeferredWeights) -> None:
-        self._weights = weights
-
-    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> Tensor | None:
-        """Return the output with the replaced backward, or None to keep PyTorch's own."""
-        deferred, table = self._weights.deferred(), module.weight
-        if deferred is None or is_traced() or not torch.is_grad_enabled() or len(args) != 1 or not _is_free(table):
+class _ProductHook(_LaterHook):
+    @override
+    def replaced(self, module: Any, given: Tensor, output: Tensor, deferred: _Deferred) -> Tensor | None:
+        weight, bias = module.weight, module.bias
+        if bias is not None and bias.requires_grad and not _is_free(bias):
             return None
-        local, indices = local_of(output), local_of(args[0])
-        if table.device.type != "cpu" or not isinstance(local, Tensor) or not local.is_contiguous():
+        return replace_backward(output, given, weight, bias, _Taker(deferred, weight, bias))
+
+
+class _LookupHook(_LaterHook):
+    @override
+    def replaced(self, module: Any, given: Tensor, output: Tensor, deferred: _Deferred) -> Tensor | None:
+        table = module.weight
+        if table.device.type != "cpu" or not output.is_contiguous():
             return None  # elsewhere the order in which rows are added would differ from time to time
-        node: Any = local.grad_fn
+        node: Any = output.grad_fn
         if node is None or node.name() != "EmbeddingBackward0":
             return None
         if getattr(node.next_functions[0][0], "variable", None) is not table:
             return None
         apply: Any = _Lookup.apply
-        found: Tensor = apply(table, (local, indices, module.padding_idx, deferred))  # autograd ignores a tuple
-        return output.like(found) if isinstance(output, DividedTensor) else found
+        found: Tensor = apply(table, (output, given, module.padding_idx, deferred))  # autograd ignores a tuple
+        return found
 
 
 class _Lookup(torch.autograd.Function):

@@ -155,16 +155,19 @@ def with_hooks(unit: nn.Module, args: Any, kwargs: Any, found: Any) -> Any:
     return found
 
 
-def without_hooks(unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a unit, and return its output as its forward hooks would find it."""
+def without_hooks(unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """Call a unit, and return its output, positional and keyword arguments as its forward hooks would find them."""
     if not unit._forward_hooks:
-        return proceed(*args, **kwargs)
-    hooks = unit._forward_hooks
-    unit.__dict__["_forward_hooks"] = collections.OrderedDict()
+        return proceed(*args, **kwargs), args, kwargs
+    hooks, seen = unit._forward_hooks, [(args, kwargs)]  # hooks before the call may change what it is called with
+    unit.__dict__["_forward_hooks"] = own = collections.OrderedDict({-1: lambda _, *given: seen.append(given[:2])})
+    unit._forward_hooks_with_kwargs[-1] = True
     try:
-        return proceed(*args, **kwargs)
+        return proceed(*args, **kwargs), *seen[-1]
     finally:
         unit.__dict__["_forward_hooks"] = hooks
+        del unit._forward_hooks_with_kwargs[-1], own[-1]
+        hooks.update(own)  # of a call in which they were added
 
 
 def _constant(like: Tensor, value: float, device: torch.device) -> Tensor:

@@ -283,7 +283,7 @@ class PassingForward:
         self._position += 1
         if name in self._own:
             with self._draws.unit(own=True):
-                found = without_hooks(unit, proceed, args, kwargs)
+                found, args, kwargs = without_hooks(unit, proceed, args, kwargs)
                 if name in self._crossing_calls:
                     self._keep(name, found)  # as its hooks find it, because they are called where it is received too
                 if unit._forward_hooks:
