@@ -54,6 +54,7 @@ class Reducer(BucketedParameters):
     Attributes:
         exchange_step: returns the step number to pass to the exchange; None: ``step``.
         num_active_ranks: divisor of a mean; less than the group's size while some ranks have run out of data.
+        after_pass: called when a pass has ended and all its gradients are exchanged; None: nothing is.
         timeline: where spans are recorded; None (the default) costs nothing.
         num_ranks_used: for each parameter on how many ranks it was used, where the ranks last agreed on it; empty before.
         error: the text of the last error that was raised here; "" before.
@@ -71,6 +72,7 @@ class Reducer(BucketedParameters):
         self._any_backward = False  # whether the next backward is a pass, whichever forward made its graph
         self.exchange_step: Callable[[], int] | None = None
         self.num_active_ranks = self.group.size()
+        self.after_pass: Callable[[], object] | None = None
         self.timeline: Timeline | None = None
         self.num_ranks_used: list[int] = []
         self.error = ""
@@ -325,6 +327,8 @@ class Reducer(BucketedParameters):
         self._last_pass, self._pass, self._any_backward = current, None, False
         self._pass_since_forward = not current.shadow
         self.step += 1
+        if self.after_pass is not None:
+            self.after_pass()
 
     def _lacking(self, current: Pass) -> list[int]:
         """Return the indices of parameters that got fewer gradients in this pass than in the first one."""

@@ -24,7 +24,7 @@ class DividedOptimizer(WrappedOptimizer):
 
     def __init__(self, inner: Optimizer, peers: Sequence[dist.ProcessGroup]) -> None:
         self.wrap(inner, moves_state_hooks=False)
-        self._peers = tuple(peers)
+        self.peers = tuple(peers)
         gather_optimizer_states(inner)
 
     @property
@@ -48,7 +48,7 @@ class DividedOptimizer(WrappedOptimizer):
             held: list[Tensor] = [p for some in parameters for p in some]
             gradients = [p.grad for p in held if p.grad is not None]
             device = next((p.device for p in held), torch.device("cpu"))
-            if not self.unscale_together(grad_scaler, gradients, device, self._peers):
+            if not self.unscale_together(grad_scaler, gradients, device, self.peers):
                 self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before prepare()
                 return None
         with self.inner_holds(parameters):

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim import Adam, AdamW, Optimizer
 
 from ..errors import UsageError, explain
@@ -206,10 +205,10 @@ class QAdam(WrappedOptimizer):
             what = "momentum was exchanged before the scale of the loss was known"
             raise UsageError(explain(what, fix="set `optimizer.grad_scaler = scaler` before the first backward"))
         self.grad_scaler = scaler
-        found = scaler._per_optimizer_states[id(self)]
-        if found["stage"] is OptState.READY:
-            scaler.unscale_(self)
-        return not any(value.item() for value in found["found_inf_per_device"].values())
+        held = [p for group in self.param_groups for p in group["params"]]
+        gradients = [p.grad for p in held if p.grad is not None]
+        device = next((p.device for p in held), torch.device("cpu"))
+        return self.unscale_together(scaler, gradients, device, self.peers)
 
     def _divide(self) -> tuple[list[list[Tensor]], bool]:
         """Return the parameters with a gradient and a frozen second moment, by group; and whether Adam must step others."""

@@ -37,9 +37,11 @@ class WrappedOptimizer(Optimizer):
 
     Attributes:
         inner: the user's optimizer.
+        peers: the groups of the ranks that hold one copy of a divided model together, which step or skip together.
     """
 
     inner: Optimizer
+    peers: tuple[dist.ProcessGroup, ...] = ()
 
     # GradScaler passes itself to step() if this is True; step() can then read the scale, and unscale or skip by itself.
     _step_supports_amp_scaling = True

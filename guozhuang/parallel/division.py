@@ -9,7 +9,7 @@ holds. What needs whole values (norms, states, checkpoints) asks :func:`division
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import UsageError, explain
+from ..weights.equal_start import broadcast_tensors
 from .spans import Span, SpansOfRanks, take
 
 _ATTRIBUTE = "_guozhuang_division"
@@ -287,6 +288,32 @@ def _counted(value: Tensor, division: Division) -> Tensor:
         is_taken[start:stop] = True
     own = torch.cat([is_taken[start:stop] for start, stop in division.spans]) if division.spans else is_taken[:0]
     return value.index_select(dim, (~own).nonzero().view(-1).to(value.device)) if bool(own.any()) else value
+
+
+def take_first(
+    parameters: Iterable[Tensor],
+    value_of: Callable[[Tensor], Tensor | None],
+    tensors: dist.ProcessGroup | None,
+    among: Callable[[tuple[int, ...]], dist.ProcessGroup],
+) -> None:
+    """Give all ranks of a copy of the model that hold the same elements the values that the first of them has.
+
+    A method that rounds what it exchanges rounds together what lies together, which differs between these ranks. Every rank of
+    the copy must call it.
+
+    Args:
+        parameters: all of the model.
+        value_of: what is made equal: a parameter's gradient, or its data; None: nothing.
+        tensors: the ranks that hold slices of matrices; None: none are cut. They hold all others alike.
+        among: returns the group of the stages that hold a parameter together.
+    """
+    known = [(division_of(p), value) for p in parameters if (value := value_of(p)) is not None]
+    held = [(d, value) for d, value in known if d is None or d.is_owned]
+    if tensors is not None:
+        broadcast_tensors([value for d, value in held if d is None or d.dim is None], tensors, source=0)
+    for division, value in held:
+        if division is not None and division.owners is not None and len(division.owners) > 1:
+            broadcast_tensors([value], among(division.owners), source=0)
 
 
 def over_ranks(values: Tensor, group: dist.ProcessGroup, norm_type: float) -> Tensor:

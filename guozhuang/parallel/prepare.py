@@ -46,11 +46,13 @@ class Pipe(Protocol):
     Attributes:
         at_backward_end: called once on every rank when the backward through the pipe has ended, and gradients of parameters
             that several stages hold have been added up; None: nothing is.
+        ties: knows the groups of the stages that hold a parameter together.
         at_cut: called once on every rank when the stages have been chosen and parameters of other stages were emptied.
         plans: knows the stages and, by ``times()``, how long they take.
     """
 
     plans: Any
+    ties: Any
     at_backward_end: Callable[[], None] | None
     at_cut: Callable[[], None] | None
 
@@ -212,6 +214,7 @@ class Divided:
         draws: makes random operations in the model's forward draw as in one process; None with a pipe, which sees to that.
         inside: the model wrapped in what averages its gradients; None if nothing has to be wrapped.
         batches: compares the batches of the ranks that hold one copy of the model.
+        before_batch: called before each forward of a batch.
     """
 
     model: nn.Module
@@ -221,6 +224,7 @@ class Divided:
     draws: Draws | None = None
     inside: Callable[..., Any] | None = None
     batches: EqualBatches = field(init=False)
+    before_batch: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         self.batches = EqualBatches(self.axes)
@@ -229,8 +233,9 @@ class Divided:
         """Return the context in which the model is called: random operations draw there as in one process."""
         return nullcontext() if self.draws is None else self.draws.forward(self.model.training)
 
-    def draw_alike(self) -> None:
-        """Before a forward in training: let the ranks that hold one copy of the model draw the same random numbers."""
+    def begin_batch(self) -> None:
+        """Before a forward: in training the ranks that hold one copy of the model are to draw the same random numbers."""
+        self.before_batch()
         group = self.axes.group("pp", "space", "sequence", "tp")
         if group is not None and self.model.training and (self.draws is None or self.draws.may_draw(True)):
             align(group, next((p.device for p in self.model.parameters()), torch.device("cpu")))
@@ -240,7 +245,7 @@ class Divided:
         call: Callable[..., Any] = self.model if self.inside is None else self.inside
         with self.batches.compared(args, kwargs):
             args, kwargs = self.around.inputs(args, kwargs)
-            self.draw_alike()
+            self.begin_batch()
             with self.drawing():
                 found = (call if self.pipe is None else self.pipe)(*args, **kwargs)
             return self.around.outputs(found)

@@ -47,7 +47,6 @@ class ShardedOptimizer(WrappedOptimizer):
         inner: the user's optimizer. See [Note: two views of one optimizer].
         carrier: moves gradients and weights between ranks.
         group: the ranks.
-        peers: further groups of ranks that step or skip together.
 
     Args:
         model: the model.
@@ -75,7 +74,6 @@ class ShardedOptimizer(WrappedOptimizer):
         if isinstance(inner, LayerwiseOptimizer):
             inner.wholes = _WholesOfBlocks(self)
         # A subclass may do more in step(), such as count its calls, so its step() is called once for all blocks.
-        self.peers: tuple[dist.ProcessGroup, ...] = ()
         self._steps_in_parts = steps_as_torch(type(inner))
         self.carrier: Carrier
         own = {p: inner.state.pop(p) for g in inner.param_groups for p in g["params"] if p in inner.state}

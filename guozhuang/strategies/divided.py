@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -23,9 +23,11 @@ from typing_extensions import override
 from ..distributed import DistributedDataParallel
 from ..errors import UsageError, explain
 from ..exchange import GradientExchange
+from ..exchange.weights import WeightExchange
 from ..optim.divided import DividedOptimizer
+from ..optim.wrapped import WrappedOptimizer
 from ..parallel.axes import WHOLE, make_axes
-from ..parallel.division import division_of
+from ..parallel.division import division_of, take_first
 from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model, draw_alike
 from ..parallel.state import fit, gather_optimizer_states
 from ..sharding.elementwise import needs_whole_tensors
@@ -33,12 +35,13 @@ from ..units import listed
 from ..weights.equal_start import broadcast_tensors
 from ..world.layout import DATA_AXES, MODEL_AXES, Layout
 from . import ways
-from .model_step import plain_step
+from .model_step import PipelineStep, plain_step
 from .prepared import PreparedDDP, StandsForModule, has_graph
 from .ways import PreparedPair, Setup, WithExchange, device_ids, several
 
 if TYPE_CHECKING:
     from ..sharding import ShardedOptimizer
+    from ..weights.around import AroundSteps
     from ..world.layout import StageTimes
     from .table import Strategy
 
@@ -48,6 +51,7 @@ class PreparedParallel(StandsForModule):
 
     Args:
         divided: the model, divided.
+        given: the script's own optimizers, whose state is divided too.
         make_inside: makes what averages gradients between copies of the model, once parameters are where they stay; None: there
             is one copy, or the optimizer averages.
         loss: for :meth:`step`.
@@ -57,6 +61,7 @@ class PreparedParallel(StandsForModule):
     def __init__(
         self,
         divided: Divided,
+        given: Sequence[Optimizer],
         make_inside: Callable[[], DistributedDataParallel] | None,
         loss: Callable[..., Any] | None = None,
         sharded: Sequence[ShardedOptimizer] = (),
@@ -64,24 +69,32 @@ class PreparedParallel(StandsForModule):
         super().__init__()
         self.add_module("module", divided.model)
         # In the dictionary: as parts they would give parameters a second name.
-        self.__dict__.update(_divided=divided, _make_inside=make_inside, _loss=loss, _sharded=sharded)
+        self.__dict__.update(_divided=divided, _given=given, _make_inside=make_inside, _loss=loss, _sharded=sharded)
+        self.__dict__.update(_holds_gradients=False)
+        for each in given:
+            fit(each.state)
         if divided.pipe is None:
             divided.inside = make_inside and make_inside()
-        elif make_inside is not None or sharded:
-            divided.pipe.at_backward_end = self._average
+        else:
+            divided.pipe.at_cut, divided.pipe.at_backward_end = self._begin, self._average
+            divided.before_batch = self._before_batch
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        divided: Divided = self.__dict__["_divided"]
-        inside = self._inside
-        trains = self.module.training and torch.is_grad_enabled()
-        if divided.pipe is not None and inside is not None and trains:
+        return self.__dict__["_divided"](*args, **kwargs)
+
+    def _before_batch(self) -> None:
+        """Before a batch of a pipeline in training: take up changes of the model, and make buffers equal."""
+        divided, inside = self.__dict__["_divided"], self._inside
+        if divided.pipe is None or not (self.module.training and torch.is_grad_enabled()):
+            return
+        if inside is not None and inside.around is not None:
+            inside.around.note_forward()
+        if inside is not None:
             inside.take_up_changes()  # here, because none are while a backward runs
-        if divided.pipe is not None and trains:
-            groups = [inside.process_group] if inside is not None and inside.forward_sync_buffers else []
-            for group in groups or [each.group for each in self.__dict__["_sharded"][:1]]:
-                broadcast_tensors(self.module.buffers(), group, source=0)
-        return divided(*args, **kwargs)
+        group = divided.axes.group(*DATA_AXES)
+        if group is not None and (inside is None or inside.forward_sync_buffers):
+            broadcast_tensors(self.module.buffers(), group, source=0)
 
     @property
     def _inside(self) -> DistributedDataParallel | None:
@@ -140,7 +153,7 @@ class PreparedParallel(StandsForModule):
             raise UsageError(explain(what, fix="give it to gz.prepare(model, optimizer, loss=loss_fn)"))
         with divided.batches.compared(args, kwargs):
             if divided.pipe is not None:
-                divided.draw_alike()
+                divided.begin_batch()
                 return divided.pipe.step(*args, **kwargs)
             return plain_step(self, loss, args, kwargs)
 
@@ -167,24 +180,56 @@ class PreparedParallel(StandsForModule):
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backwards leave gradients on their ranks; see ``DistributedDataParallel.no_sync``."""
+        if self.__dict__["_divided"].pipe is not None:
+            return self._held()
         return contextlib.nullcontext() if self._inside is None else self._inside.no_sync()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        before, self.__dict__["_holds_gradients"] = self.__dict__["_holds_gradients"], True
+        try:
+            yield
+        finally:
+            self.__dict__["_holds_gradients"] = before
+
+    @property
+    def around(self) -> AroundSteps | None:
+        """What exchanges weights with the other copies of the model; None if nothing does, or not before the first forward."""
+        return None if self._inside is None else self._inside.around
+
+    def agree(self) -> None:
+        """Make the weights of all copies of the model equal, if weights are exchanged. Every rank must call it."""
+        if self._inside is not None:
+            self._inside.agree()
+
+    @override
+    def train(self, mode: bool = True) -> Any:
+        if not mode:
+            self.agree()
+        return super().train(mode)
+
+    def _begin(self) -> None:
+        """Set up data parallelism for the parameters that this rank's stage holds. Every rank must call it."""
+        for each in self.__dict__["_given"]:
+            fit(each.state)
+        for sharded in self.__dict__["_sharded"]:
+            sharded.begin()
+        make = self.__dict__["_make_inside"]
+        owned = [p for p in self.module.parameters() if (d := division_of(p)) is None or d.is_owned]
+        if make is None or not any(p.requires_grad for p in owned):  # a stage of frozen layers has nothing to average
+            return
+        self.__dict__["_divided"].inside = make()
+        if (saved := self.__dict__.pop("_saved_exchange", None)) is not None:
+            self.load_exchange_state_dict(saved)
 
     def _average(self) -> None:
         """Hand the gradients of a pipeline's backward to the reducer. See [Note: data parallelism around a divided model]."""
         for each in self.__dict__["_sharded"]:
             each.carrier.backward_ended()
-        if self.__dict__["_make_inside"] is None:
-            return
-        owned = [p for p in self.module.parameters() if (d := division_of(p)) is None or d.is_owned]
-        if not any(p.requires_grad for p in owned):  # a stage whose layers are frozen has nothing to average
-            return
-        if self._inside is None:
-            self.__dict__["_divided"].inside = self.__dict__["_make_inside"]()
-            if (saved := self.__dict__.pop("_saved_exchange", None)) is not None:
-                self.load_exchange_state_dict(saved)
+        if self._inside is None and self.__dict__["_make_inside"] is not None:
+            self._begin()  # layers may be trained from now on that were frozen
         inside = self._inside
-        assert inside is not None
-        if not inside.require_backward_grad_sync:
+        if inside is None or inside.keeps_gradients or self.__dict__["_holds_gradients"]:
             return
         trained = [p for p in self.module.parameters() if p.grad is not None]
         gradients = [p.grad for p in trained]
@@ -227,16 +272,16 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
     found = divide_model(model, axes, wishes)
     given = several(optimizer)
     _check_steps(model, given, axes.layout)
-
-    def fit_all() -> None:
-        for each in given:
-            fit(each.state)
-
-    fit_all()
-    if found.pipe is not None:
-        found.pipe.at_cut = fit_all
+    for each in given:
+        fit(each.state)
     peers = tuple(group for group in (axes.group(*MODEL_AXES),) if group is not None)
     group = axes.group(*DATA_AXES)
+    is_alike = chosen.exact or (axes.size("tp") == 1 and found.pipe is None)
+
+    def align(value_of: Callable[[Tensor], Tensor | None]) -> None:
+        among: Any = None if found.pipe is None else found.pipe.ties.among
+        take_first(model.parameters(), value_of, axes.group("tp"), among)
+
     if group is not None and isinstance(chosen.prepare, ways.Sharded):
         from ..sharding import shard
 
@@ -245,22 +290,24 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
         for each in made:
             each.peers = peers
             gather_optimizer_states(each)
-
-        def begin() -> None:
-            for each in made:
-                each.begin()
-
-        if found.pipe is not None:
-            found.pipe.at_cut = begin
+            if not is_alike:
+                each.register_step_post_hook(lambda *_: align(lambda p: p))
         whole = made if isinstance(optimizer, tuple) else made[0]
-        return _pair(PreparedParallel(found, None, wishes.loss, made), whole, found, wishes)
-    exchange = None
+        return _pair(PreparedParallel(found, given, None, wishes.loss, made), whole, found, wishes)
+    exchange: Any = None
     if group is not None and isinstance(chosen.prepare, WithExchange):
         exchange, optimizer = chosen.prepare.make(optimizer)
-    stepping = tuple(DividedOptimizer(each, peers) for each in several(optimizer))
-    stepped = stepping if isinstance(optimizer, tuple) else stepping[0]
+    stepping: list[WrappedOptimizer] = []
+    for each in several(optimizer):
+        if isinstance(each, WrappedOptimizer):  # which the strategy has brought
+            each.peers = peers
+            gather_optimizer_states(each.inner)
+            stepping.append(each)
+        else:
+            stepping.append(DividedOptimizer(each, peers))
+    stepped = tuple(stepping) if isinstance(optimizer, tuple) else stepping[0]
     if group is None:
-        return _pair(PreparedParallel(found, None, wishes.loss), stepped, found, wishes)
+        return _pair(PreparedParallel(found, given, None, wishes.loss), stepped, found, wishes)
 
     def inside() -> DistributedDataParallel:
         foreign = [n for n, p in model.named_parameters() if (d := division_of(p)) is not None and not d.is_owned]
@@ -272,69 +319,17 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
         if isinstance(made, PreparedDDP):
             for each in several(stepped):
                 made.look_at_steps(each)
-        if exchange is not None:
+        if isinstance(exchange, GradientExchange):
             made.use_exchange(exchange)
+        elif exchange is not None:
+            made.use_weight_exchange(exchange, stepping[0])
+            if made.around is not None and not is_alike:
+                made.around.after_exchange = lambda: align(lambda p: p)
+        if made.reducer is not None and not is_alike:
+            made.reducer.after_pass = lambda: align(lambda p: p.grad)
         return made
 
-    return _pair(PreparedParallel(found, inside, wishes.loss), stepped, found, wishes)
-
-
-class _Inputs(Exception):
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.args_and_kwargs = args, kwargs
-
-
-def inputs_of(loss_fn: Callable[[Any, Any], Tensor], batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what the loss function gives to the model."""
-
-    def called(*args: Any, **kwargs: Any) -> NoReturn:
-        raise _Inputs(args, kwargs)
-
-    try:
-        loss_fn(called, batch)
-    except _Inputs as found:
-        return found.args_and_kwargs
-    raise UsageError(explain("the loss function did not call the model", fix="call model(...) in it, once"))
-
-
-class PipelineStep:
-    """The step of a pipeline whose schedule computes the loss of each microbatch. See [Note: who owns the step] in ways.py.
-
-    Args:
-        divided: the model in stages.
-        optimizers: what is stepped.
-    """
-
-    def __init__(self, divided: Divided, optimizers: Sequence[Optimizer]) -> None:
-        self._divided, self._optimizers = divided, optimizers
-
-    def __call__(
-        self,
-        batch: Any,
-        loss_fn: Callable[[Any, Any], Tensor],
-        *,
-        passed: Callable[[str], object] = lambda part: None,
-    ) -> Tensor:
-        """Train on one batch; see ``Step``."""
-        args, kwargs = inputs_of(loss_fn, batch)
-
-        def loss(output: Any, part: Any) -> Any:
-            return loss_fn(lambda *args, **kwargs: output, part)
-
-        pipe = self._divided.pipe
-        assert pipe is not None
-        with self._divided.batches.compared(batch):
-            self._divided.draw_alike()
-            found = pipe.train(args, kwargs, batch, loss)
-        passed("forward")
-        passed("backward")
-        for optimizer in self._optimizers:
-            optimizer.step()
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        passed("optimizer")
-        return found
+    return _pair(PreparedParallel(found, given, inside, wishes.loss), stepped, found, wishes)
 
 
 def _pair(prepared: PreparedParallel, optimizer: Any, divided: Divided, wishes: Wishes) -> PreparedPair:
@@ -369,11 +364,16 @@ def _check_inside(chosen: Strategy, setup: Setup) -> None:
     if not (prepare is ways.ddp or isinstance(prepare, WithExchange | ways.Sharded)):
         what = f"strategy {chosen.name} cannot average gradients between copies of a divided model"
         raise UsageError(explain(what, value=str(layout), fix=fix))
-    if isinstance(prepare, WithExchange) and not (
-        prepare.exchange and isinstance(prepare.exchange(), GradientExchange)
-    ):
-        what = f"strategy {chosen.name} exchanges weights or brings its optimizer, which it cannot for a divided model"
-        raise UsageError(explain(what, value=str(layout), fix=fix))
+    exchange = prepare.exchange() if isinstance(prepare, WithExchange) and prepare.exchange is not None else None
+    if isinstance(exchange, WeightExchange):
+        if not exchange.in_step:
+            what = f"under strategy {chosen.name} the ranks of one copy of the model would take up weights at different times"
+            raise UsageError(
+                explain(what, value=str(layout), fix="choose local-sgd or decentralized, or leave --layout out")
+            )
+        if layout.space * layout.sequence > 1:
+            what = f"strategy {chosen.name} leaves gradients on their ranks, and along space and sequence they are parts of one"
+            raise UsageError(explain(what, value=str(layout), fix="choose a layout of dp, pp and tp, or hybrid"))
     if setup.num_groups > 1:
         what = "a divided model has a group of its own for each axis"
         raise UsageError(explain(what, value=f"--groups {setup.num_groups}", fix="leave --groups or --layout out"))

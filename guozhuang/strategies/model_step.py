@@ -1,14 +1,18 @@
-"""``model.step(x, y)`` of scripts that hand their loss to ``prepare``, where the strategy leaves the step to the script."""
+"""Steps of scripts that hand their loss over: ``model.step(x, y)`` where no schedule is needed, and the step of a pipeline."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..errors import UsageError, explain
+
+if TYPE_CHECKING:
+    from ..parallel.prepare import Divided
 
 
 def plain_step(model: nn.Module, loss: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -55,3 +59,61 @@ class StepOf:
 
 def _nothing() -> None:
     return None
+
+
+class _Inputs(Exception):
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.args_and_kwargs = args, kwargs
+
+
+def inputs_of(loss_fn: Callable[[Any, Any], Tensor], batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what the loss function gives to the model."""
+
+    def called(*args: Any, **kwargs: Any) -> NoReturn:
+        raise _Inputs(args, kwargs)
+
+    try:
+        loss_fn(called, batch)
+    except _Inputs as found:
+        return found.args_and_kwargs
+    raise UsageError(explain("the loss function did not call the model", fix="call model(...) in it, once"))
+
+
+class PipelineStep:
+    """The step of a pipeline whose schedule computes the loss of each microbatch. See [Note: who owns the step] in ways.py.
+
+    Args:
+        divided: the model in stages.
+        optimizers: what is stepped.
+    """
+
+    def __init__(self, divided: Divided, optimizers: Sequence[Optimizer]) -> None:
+        self._divided, self._optimizers = divided, optimizers
+
+    def __call__(
+        self,
+        batch: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        *,
+        passed: Callable[[str], object] = lambda part: None,
+    ) -> Tensor:
+        """Train on one batch; see ``Step``."""
+        args, kwargs = inputs_of(loss_fn, batch)
+
+        def loss(output: Any, part: Any) -> Any:
+            return loss_fn(lambda *args, **kwargs: output, part)
+
+        pipe = self._divided.pipe
+        assert pipe is not None
+        with self._divided.batches.compared(batch):
+            self._divided.begin_batch()
+            found = pipe.train(args, kwargs, batch, loss)
+        passed("forward")
+        passed("backward")
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        passed("optimizer")
+        return found

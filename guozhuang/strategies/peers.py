@@ -20,7 +20,7 @@ from ..parallel.axes import make_axes
 from ..parallel.division import disown
 from ..parallel.pipeline.blocks import find_blocks
 from ..world.layout import Layout
-from .divided import inputs_of
+from .model_step import inputs_of
 from .ways import PreparedPair, Setup
 
 _MICROBATCHES_PER_RANK = 2

@@ -62,6 +62,7 @@ class AroundSteps:
     Attributes:
         step: number of optimizer steps so far.
         changed: whether the weights of the ranks may differ.
+        after_exchange: called when weights may have been exchanged; None: nothing is.
 
     Raises:
         UsageError: ``exchange`` is not a WeightExchange, or the optimizer does not hold all trained parameters.
@@ -81,6 +82,7 @@ class AroundSteps:
         self.exchange = exchange
         self.step = 0
         self.changed = False
+        self.after_exchange: Callable[[], object] | None = None
         self._loaded: set[nn.Module] = set()  # submodules whose weights were loaded since the exchange was prepared
         self._saved: Mapping[str, Any] | None = (
             None  # the exchange's state, loaded before a step; loaded again if weights follow
@@ -167,6 +169,8 @@ class AroundSteps:
             self.exchange.agree(self._state)
             if self._averages_buffers:
                 self._average_buffers()
+            if self.after_exchange is not None:
+                self.after_exchange()
             self.changed = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,6 +209,8 @@ class AroundSteps:
             what = "in join() optimizer.step() came without a synchronized forward: ranks without data miss it"
             raise UsageError(explain(what, value=f"step {self.step}", rank=self._group.rank(), fix=_NO_SYNC))
         self._after()
+        if self.after_exchange is not None:
+            self.after_exchange()
 
     def _on_state_dict(self, _: object) -> None:
         self.agree()

@@ -13,9 +13,10 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 import guozhuang as gz
+from guozhuang.parallel.division import division_of, whole
 from guozhuang.strategies.divided import prepare_divided
-from guozhuang.strategies.table import get
-from guozhuang.strategies.ways import Setup
+from guozhuang.strategies.table import Strategy, _compressed, get
+from guozhuang.strategies.ways import Lazy, Setup, WithExchange
 from guozhuang.world import World
 from guozhuang.world.layout import Layout
 from tests.threads.ranks import GENERATOR, run_threads
@@ -50,6 +51,10 @@ class Tagger(nn.Module):
         return self.head(rows)
 
 
+def of(sizes: str) -> Layout:
+    return Layout(**{axis: int(size) for axis, _, size in (part.partition("=") for part in sizes.split(","))})
+
+
 def made() -> Tagger:
     with GENERATOR:
         torch.manual_seed(4)
@@ -80,6 +85,13 @@ def norm_of_step(model: Any, step: int, place: int = 0, copies: int = 1, has_sch
     return float(gz.clip_grad_norm_(model.parameters(), 0.2))
 
 
+def strategy_of(name: str) -> Strategy:
+    """A strategy of the table, or one whose numbers of steps are small."""
+    if name not in SOON:
+        return get(name)
+    return Strategy(name, "", exact=False, trains=True, one_process=False, prepare=SOON[name])
+
+
 def prepared(
     rank: int, model: nn.Module, optimizer: Any, strategy: str, layout: Layout, **wishes: Any
 ) -> tuple[Any, Any]:
@@ -87,7 +99,7 @@ def prepared(
     wishes = {"plan": PLAN if layout.tp > 1 else None, **wishes}
     if layout.pp > 1:
         wishes["cut"] = ["blocks.2"] if layout.pp == 2 else ["blocks.1", "blocks.2", "blocks.3"]
-    found = prepare_divided(model, optimizer, Setup(world, wishes=wishes), get(strategy))
+    found = prepare_divided(model, optimizer, Setup(world, wishes=wishes), strategy_of(strategy))
     return found[0], found[1]
 
 
@@ -96,14 +108,16 @@ def equal(found: Any, wanted: Any, rtol: float = 1e-9) -> None:
 
 
 ADAMW: Callable[[Any], Optimizer] = lambda p: torch.optim.AdamW(p, lr=0.02, amsgrad=True)  # noqa: E731
+PLAIN_ADAMW: Callable[[Any], Optimizer] = lambda p: torch.optim.AdamW(p, lr=0.02)  # noqa: E731
 LAMB: Callable[[Any], Optimizer] = lambda p: gz.optim.LAMB(p, lr=0.02)  # noqa: E731
 SGD: Callable[[Any], Optimizer] = lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9)  # noqa: E731
 
 SHARDED = (
-    ("pp=4,dp=2", ADAMW, None),
+    ("pp=2,dp=2", ADAMW, None),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
+            ("pp=4,dp=2", ADAMW, None),
             ("pp=2,dp=2", ADAMW, "1f1b"),
             ("pp=2,dp=2", SGD, "zero-bubble"),
             ("pp=2,dp=2,tp=2", SGD, None),
@@ -118,7 +132,7 @@ def test_sharded_inside_a_pipeline_is_one_process(
     sizes: str, make: Callable[[Any], Optimizer], schedule: str | None
 ) -> None:
     """With a state from before ``prepare`` or from before the first forward, and one that goes on in other layouts."""
-    layout = Layout.parse(sizes, "hybrid", 8 if sizes != "pp=2,dp=2" else 4)
+    layout = of(sizes)
     alone = made()
     optimizer = make(alone.parameters())
     states, norms = [], []
@@ -161,3 +175,116 @@ def test_sharded_inside_a_pipeline_is_one_process(
             stepped.step()
 
     run_threads(on_rank, layout.size)
+
+
+def trained(rank: int, strategy: str, layout: Layout, steps: int, make: Callable[[Any], Optimizer]) -> Any:
+    """What a rank holds after some steps: the losses, its whole weights before and after ranks agree, and held copies alike."""
+    model = made()
+    prepared_model, stepped = prepared(rank, model, make(model.parameters()), strategy, layout)
+    place = layout.coordinate(rank)["dp"]
+    for step in range(steps):
+        stepped.zero_grad()
+        for micro in range(MICRO):
+            words, labels = (each.chunk(layout.dp)[place] for each in batch(step, micro))
+            mean(prepared_model(words), labels).backward()
+        if step == 2:  # ranks agree in the middle, and go on
+            prepared_model.eval()
+            with torch.no_grad():
+                prepared_model(words)
+            prepared_model.train()
+        stepped.step()
+    held = {
+        name: p.detach().clone()
+        for name, p in model.named_parameters()
+        if (d := division_of(p)) is None or (d.dim is None and d.is_owned)
+    }
+    own = {name: p.detach() if (d := division_of(p)) is None else whole(p, d) for name, p in model.named_parameters()}
+    own = {name: value.clone() for name, value in own.items()}
+    return own, copy.deepcopy(prepared_model.state_dict()), held
+
+
+SOON = {
+    "diloco at once": WithExchange(Lazy("exchange.diloco:DiLoCo", every=4, num_fragments=1, overlap_steps=2)),
+    "onebit soon": WithExchange(
+        Lazy(
+            "exchange.warmup:Warmup",
+            2,
+            Lazy("exchange.allreduce:AllReduce"),
+            _compressed("onebit:OneBit", error_feedback=True),
+        )
+    ),
+    "qadam soon": WithExchange(None, Lazy("optim:QAdam.around", warmup_steps=3)),
+}
+ONE_BY_ONE = ("local-sgd", "decentralized", "decentralized-pairs", "diloco at once", "qadam", "node-local-sgd")
+ROUNDED = (
+    *("low-precision-decentralized", "overlapped-local-sgd", "quantize8", "sharded-quantize8", "topk", "diloco"),
+    *("onebit soon", "qadam soon"),
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        ("decentralized", "pp=2,dp=2"),
+        pytest.param("local-sgd", "pp=2,dp=2,tp=2", marks=pytest.mark.slow),
+        *(
+            pytest.param(strategy, sizes, marks=pytest.mark.slow)
+            for strategy in ONE_BY_ONE
+            for sizes in ("dp=4,tp=2", "pp=2,dp=4")
+        ),
+    ],
+)
+def test_weights_are_exchanged_as_those_of_whole_models(strategy: str, sizes: str) -> None:
+    """Each copy of the model has the weights that its only rank has where models are whole."""
+    layout, steps = of(sizes), 18 if "local-sgd" in strategy else 7
+    alone = run_threads(lambda rank, size: wholes(rank, size, strategy, steps), layout.dp)
+    found = run_threads(lambda rank, size: trained(rank, strategy, layout, steps, ADAMW), layout.size)
+    for rank, (own, agreed, _) in enumerate(found):
+        wanted = alone[layout.coordinate(rank)["dp"]]
+        equal(own, wanted[0])
+        equal(agreed, wanted[1])
+
+
+def wholes(rank: int, size: int, strategy: str, steps: int) -> Any:
+    """The same training by the strategy itself, of whole models."""
+    model, layout = made(), Layout(dp=size)
+    world = World(rank, size, rank, size, 0, 1, torch.device("cpu"), "threads", layout)
+    prepare = strategy_of(strategy).prepare
+    assert isinstance(prepare, WithExchange)
+    wrapped, stepped = prepare(model, ADAMW(model.parameters()), Setup(world))
+    for step in range(steps):
+        stepped.zero_grad()
+        for micro in range(MICRO):
+            words, labels = (each.chunk(size)[rank] for each in batch(step, micro))
+            mean(wrapped(words), labels).backward()
+        if step == 2:
+            wrapped.eval()
+            wrapped.train()
+        stepped.step()
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return own, copy.deepcopy(wrapped.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [
+        pytest.param(strategy, sizes, marks=[] if (strategy, sizes) == ("quantize8", "dp=2,tp=2") else pytest.mark.slow)
+        for strategy in ROUNDED
+        for sizes in ("pp=2,dp=2,tp=2", "dp=2,tp=2")
+    ],
+)
+def test_what_ranks_hold_alike_stays_alike_where_exchanges_round(strategy: str, sizes: str) -> None:
+    """The ranks of a copy round other parts together; what several of them hold is the same all the same."""
+    layout = of(sizes)
+    found = run_threads(lambda rank, size: trained(rank, strategy, layout, 8, PLAIN_ADAMW), layout.size)
+    start = found[0]
+    for rank, (own, agreed, held) in enumerate(found):
+        same_copy = next(
+            each for r, each in enumerate(found) if layout.coordinate(r)["dp"] == layout.coordinate(rank)["dp"]
+        )
+        for name, value in held.items():
+            if name in same_copy[2]:
+                assert torch.equal(value, same_copy[2][name]), name
+        for name, value in agreed.items():
+            assert torch.isfinite(value).all() and torch.equal(value, start[1][name]), name
+        assert own.keys() == start[0].keys()

@@ -14,7 +14,7 @@ from guozhuang.errors import UsageError
 from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.pipeline import divide_pipeline
 from guozhuang.parallel.prepare import Divided
-from guozhuang.strategies.divided import PipelineStep
+from guozhuang.strategies.model_step import PipelineStep
 from guozhuang.world.layout import Layout
 from tests.threads.ranks import GENERATOR, run_threads
 

@@ -269,12 +269,13 @@ class TiedGradients:
         for (parameter, owners), was, any_has in zip(shared, before, has.tolist(), strict=True):
             if any_has and self._group.rank() in owners:
                 mine = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                dist.all_reduce(mine, group=self._among(owners))
+                dist.all_reduce(mine, group=self.among(owners))
                 parameter.grad = mine
             if was is not None:
                 parameter.grad = was if parameter.grad is None else was.add_(parameter.grad)
 
-    def _among(self, owners: tuple[int, ...]) -> dist.ProcessGroup:
+    def among(self, owners: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the group of some ranks of the pipeline. Each of them must call it."""
         if len(owners) == self._group.size():
             return self._group
         if owners not in self._groups:
