@@ -299,7 +299,8 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, saved: Mapping[str,
         kept: Any = optimizer.state.get(parameters[name]) if name in parameters else None
         for key, value in values.items() if kept else ():
             if isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and kept[key].dtype != value.dtype:
-                kept[key] = copied(_part_like(parameters[name], value)).to(kept[key].device)
+                like = value if kept[key].shape == value.shape else _part_like(parameters[name], value)
+                kept[key] = copied(like).to(kept[key].device)
 
 
 def _all(names: Sequence[Sequence[str]]) -> Iterator[str]:

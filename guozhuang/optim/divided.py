@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..parallel.state import gather_optimizer_states
+from .whole_matrices import joined
 from .wrapped import WrappedOptimizer
 
 
@@ -20,11 +22,12 @@ class DividedOptimizer(WrappedOptimizer):
     Args:
         inner: the user's optimizer.
         peers: the groups of the ranks that hold one copy of the model together.
+        needs_whole: whether the optimizer steps whole matrices, see [Note: the keeper of a matrix] in whole_matrices.py.
     """
 
-    def __init__(self, inner: Optimizer, peers: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(self, inner: Optimizer, peers: Sequence[dist.ProcessGroup], needs_whole: bool = False) -> None:
         self.wrap(inner, moves_state_hooks=False)
-        self.peers = tuple(peers)
+        self.peers, self._needs_whole = tuple(peers), needs_whole
         gather_optimizer_states(inner)
 
     @property
@@ -51,8 +54,14 @@ class DividedOptimizer(WrappedOptimizer):
             if not self.unscale_together(grad_scaler, gradients, device, self.peers):
                 self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before prepare()
                 return None
-        with self.inner_holds(parameters):
-            return self.inner.step() if closure is None else self.inner.step(closure)
+        loss = None
+        if self._needs_whole and closure is not None:  # its gradients are there before they travel
+            with torch.enable_grad():
+                loss, closure = closure(), None
+        whole = joined(parameters) if self._needs_whole else contextlib.nullcontext(parameters)
+        with whole as stepped, self.inner_holds(stepped):
+            found = self.inner.step() if closure is None else self.inner.step(closure)
+        return found if loss is None else loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, as in ``torch.optim``."""

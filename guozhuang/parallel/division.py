@@ -36,6 +36,7 @@ class Division:
         owners: the ranks in ``stages`` that hold the tensor; None: all of them.
         stages: the ranks of the pipeline; None without one.
         is_kept: whether the tensor stays as large where it is not owned.
+        keeper: the rank of ``group`` that has the optimizer's state of the whole tensor; None: each rank has that of its part.
         everyones: the spans of each rank of ``group``, once they were asked for.
     """
 
@@ -46,12 +47,18 @@ class Division:
     owners: tuple[int, ...] | None = None
     stages: dist.ProcessGroup | None = None
     is_kept: bool = False
+    keeper: int | None = None
     everyones: list[tuple[Span, ...]] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def is_owned(self) -> bool:
         """Whether this rank's stage holds the tensor."""
         return self.owners is None or self.stages is None or self.stages.rank() in self.owners
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this rank has a state of the optimizer for the tensor, or for its part."""
+        return self.is_owned and (self.keeper is None or (self.group is not None and self.group.rank() == self.keeper))
 
     @property
     def is_first_owner(self) -> bool:
@@ -112,6 +119,15 @@ def disown(tensor: Tensor, owners: Sequence[int], stages: dist.ProcessGroup | No
         _set(tensor, made)
 
 
+def keep_whole(parameter: Tensor, keeper: int) -> Division:
+    """Let one rank of the group of a cut parameter keep the optimizer's state, as of the whole one. Every rank must call it."""
+    known = division_of(parameter)
+    assert known is not None and known.dim is not None
+    made = replace(known, keeper=keeper)
+    setattr(parameter, _ATTRIBUTE, made)
+    return made
+
+
 def _set(tensor: Tensor, division: Division) -> None:
     """Reduce a tensor, and its gradient, to this rank's part; the tensor stays the same object."""
     with torch.no_grad():
@@ -144,7 +160,8 @@ def whole(tensor: Tensor, division: Division) -> Tensor:
     """
     found = tensor.detach()
     if division.is_owned and division.group is not None:
-        found = _joined(found, division)
+        assert division.dim is not None
+        found = spans_of_ranks(division).gathered(found, division.dim, division.group)
     if division.stages is not None and division.owners is not None:
         found = found.clone() if division.is_owned else found.new_empty(division.shape)
         if len(division.owners) < division.stages.size():
@@ -152,22 +169,14 @@ def whole(tensor: Tensor, division: Division) -> Tensor:
     return found
 
 
-def _joined(mine: Tensor, division: Division) -> Tensor:
-    """Gather the parts of all ranks of the group, which may have different lengths, and lay each where its spans say."""
-    group, dim = division.group, division.dim
-    assert group is not None and dim is not None
-    everyones = _spans_of_all(division)
-    return SpansOfRanks(division.shape[dim], tuple(everyones)).gathered(mine, dim, group)
-
-
-def _spans_of_all(division: Division) -> list[tuple[Span, ...]]:
+def spans_of_ranks(division: Division) -> SpansOfRanks:
     """Return the spans of each rank of the group. The first call for a parameter is collective."""
+    assert division.group is not None and division.dim is not None
     if not division.everyones:
-        assert division.group is not None
         found: list[Any] = [None] * division.group.size()
         dist.all_gather_object(found, division.spans, group=division.group)
         division.everyones.extend(found)
-    return division.everyones
+    return SpansOfRanks(division.shape[division.dim], tuple(division.everyones))
 
 
 def norms_of(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_type: float = 2.0) -> list[Tensor]:
@@ -182,7 +191,7 @@ def norms_of(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm
     Returns:
         A 0-dimensional float64 tensor each; 0 for None and for what another stage of a pipeline holds.
     """
-    powers = _summed(parameters, _powers_here(parameters, values, norm_type), norm_type)
+    powers = summed(parameters, _powers_here(parameters, values, norm_type), norm_type)
     return list(powers if math.isinf(norm_type) else powers ** (1.0 / norm_type))
 
 
@@ -205,7 +214,7 @@ def norm_of_parts(parameters: Sequence[Tensor], powers: Tensor, norm_type: float
         powers: for each, the sum of the p-th powers of this rank's part, for ``inf`` the largest absolute value: float64.
         norm_type: the p of the p-norm.
     """
-    powers = _summed(parameters, powers, norm_type)
+    powers = summed(parameters, powers, norm_type)
     divisions = [division_of(each) for each in parameters]
     counts = [each is None or each.is_first_owner for each in divisions]
     powers = powers[torch.tensor(counts, dtype=torch.bool, device=powers.device)]
@@ -267,8 +276,8 @@ def _powers_here(parameters: Sequence[Tensor], values: Sequence[Tensor | None], 
     return found
 
 
-def _summed(parameters: Sequence[Tensor], powers: Tensor, norm_type: float) -> Tensor:
-    """Return the powers of whole tensors, as far as the ranks of this stage hold them."""
+def summed(parameters: Sequence[Tensor], powers: Tensor, norm_type: float) -> Tensor:
+    """Return the powers of whole tensors, by parameter in the first dim, as far as the ranks of this stage hold them."""
     groups: dict[dist.ProcessGroup, list[int]] = {}
     for i, division in enumerate(map(division_of, parameters)):
         if division is not None and division.group is not None and division.is_owned:
@@ -281,7 +290,7 @@ def _summed(parameters: Sequence[Tensor], powers: Tensor, norm_type: float) -> T
 
 def _counted(value: Tensor, division: Division) -> Tensor:
     """Return of this rank's part what no lower rank of the group holds too."""
-    everyones, dim = _spans_of_all(division), division.dim
+    everyones, dim = spans_of_ranks(division).of_ranks, division.dim
     assert division.group is not None and dim is not None
     is_taken = torch.zeros(division.shape[dim], dtype=torch.bool)
     for start, stop in (span for spans in everyones[: division.group.rank()] for span in spans):

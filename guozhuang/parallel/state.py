@@ -8,18 +8,18 @@ is collective: every rank that holds a part of the model must save or load, even
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree
 
 from ..errors import UsageError, explain
+from ..gradients.buckets import dense_stride
 from .division import Division, division_of, part, whole
-
-_TOLD_ELEMENTS = 16  # tensors of so many elements travel with the description of the state
 
 
 def gather_states(module: nn.Module) -> None:
@@ -87,13 +87,15 @@ def fit(state: MutableMapping[Any, Any]) -> None:
     """
     for parameter in [key for key in state if isinstance(key, Tensor)]:
         division = division_of(parameter)
-        if division is not None and division.is_owned:
+        if division is not None and division.has_state:
             state[parameter].update(_parts_of(state[parameter], division))
         elif division is not None:
             del state[parameter]
 
 
 def _parts_of(values: Mapping[str, Any], division: Division) -> dict[str, Any]:
+    if division.keeper is not None:
+        return dict(values)
     return {
         key: part(value, division).clone() if isinstance(value, Tensor) and _is_like(value, division.shape) else value
         for key, value in values.items()
@@ -114,7 +116,7 @@ def _divided_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any
         division = division_of(of_key[key]) if key in of_key else None
         if division is None or not isinstance(values, Mapping):
             found[key] = values
-        elif division.is_owned:
+        elif division.has_state:
             found[key] = _parts_of(values, division)
     return {**state, "state": found}
 
@@ -129,12 +131,22 @@ def whole_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     keys = [key for group in state["param_groups"] for key in group["params"]]
     found = dict(state["state"])
     stages, mine = None, {}
+    tensors, kept = None, {}
+    device = next((p.device for p in parameters), torch.device("cpu"))
+    for key, parameter in zip(keys, parameters, strict=True):
+        division = division_of(parameter)
+        if division is not None and division.keeper is not None and division.is_owned:
+            tensors = division.group
+            if (values := found.pop(key, None)) and division.has_state:
+                kept[key] = values
+    if tensors is not None:
+        found.update(of_owners(kept, device, tensors))
     for key, parameter in zip(keys, parameters, strict=True):
         division = division_of(parameter)
         if division is None:
             continue
         values = found.get(key, {})
-        if division.group is not None and division.is_owned:
+        if division.group is not None and division.is_owned and division.keeper is None:
             values = found[key] = _joined_state(values, division) if key in found else values
             if not values:
                 del found[key]
@@ -144,8 +156,7 @@ def whole_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             if division.is_first_owner and values:
                 mine[key] = values
     if stages is not None:
-        device = next((p.device for p in parameters), torch.device("cpu"))
-        found.update(_of_all_stages(mine, stages, device))
+        found.update(of_owners(mine, device, stages))
     order = {key: i for i, key in enumerate(keys)}
     return {**state, "state": dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))}
 
@@ -164,40 +175,67 @@ def _joined_state(values: Mapping[str, Any], division: Division) -> dict[str, An
     return found
 
 
-def _of_all_stages(mine: Mapping[Any, Any], stages: dist.ProcessGroup, device: torch.device) -> dict[Any, Any]:
-    """Return the states of all stages of a pipeline, each of which knows its own."""
-    told: dict[Any, dict[str, Any]] = {}
+@dataclass(frozen=True)
+class _Sent:
+    """Stands for a tensor in a state; its owner sends the elements."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_on_cpu: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Return a new tensor without values, on the CPU or the given device."""
+        where = torch.device("cpu") if self.is_on_cpu else device
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=where)
+
+
+def of_owners(mine: Mapping[Any, Any], device: torch.device, group: dist.ProcessGroup) -> dict[Any, Any]:
+    """Return the states that all ranks of a group have, each of which has those of other parameters. Every rank must call it.
+
+    Args:
+        mine: this rank's, by any key: tensors and other values in dicts, lists and tuples of any depth.
+        device: that of the parameters, which the group serves.
+        group: the ranks.
+    """
+    tensors: dict[Any, list[Tensor]] = {}
+    forms: dict[Any, Any] = {}
     for key, values in mine.items():
-        told[key] = {
-            name: _Follows(value.shape, value.dtype) if _is_sent(value, device) else value
-            for name, value in values.items()
-        }
-    everyones: list[Any] = [None] * stages.size()
-    dist.all_gather_object(everyones, told, group=stages)
+        leaves, form = _pytree.tree_flatten(values)
+        sent = [_form(leaf) for leaf in leaves]
+        tensors[key] = [leaf.detach() for leaf, each in zip(leaves, sent, strict=True) if isinstance(each, _Sent)]
+        forms[key] = _pytree.tree_unflatten(sent, form)
+    everyones: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyones, forms, group=group)
     found: dict[Any, Any] = {}
-    for stage, states in enumerate(everyones):
-        for key, values in states.items():
-            found[key] = {}
-            for name, value in values.items():
-                if isinstance(value, _Follows):
-                    own = stage == stages.rank()
-                    tensor = (
-                        mine[key][name].contiguous()
-                        if own
-                        else torch.empty(value.shape, dtype=value.dtype, device=device)
-                    )
-                    dist.broadcast(tensor, group=stages, group_src=stage)
-                    value = tensor
-                found[key][name] = value
+    for owner, theirs in enumerate(everyones):
+        for key in sorted(theirs):
+            leaves, form = _pytree.tree_flatten(theirs[key])
+            own = iter(tensors.get(key, ()))
+            for k, leaf in enumerate(leaves):
+                if isinstance(leaf, _Sent):
+                    leaves[k] = leaf.empty(device)
+                    if owner == group.rank():
+                        leaves[k].copy_(next(own))
+                    _broadcast(leaves[k], owner, device, group)
+            found[key] = _pytree.tree_unflatten(leaves, form)
     return found
 
 
-class _Follows:
-    """Describes a tensor that follows in a message of its own."""
+def _form(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.numel() <= 1 and leaf.device.type == "cpu":
+        return leaf.detach().clone()
+    return _Sent(leaf.shape, dense_stride(leaf), leaf.dtype, leaf.device.type == "cpu")
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
 
-
-def _is_sent(value: object, device: torch.device) -> bool:
-    return isinstance(value, Tensor) and value.numel() > _TOLD_ELEMENTS and value.device == device
+def _broadcast(tensor: Tensor, owner: int, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Send a tensor without gaps from its owner to all ranks, on the device that the group serves."""
+    if not tensor.numel():
+        return
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    moved = flat.to(device)
+    dist.broadcast(moved, group=group, group_src=owner)
+    if moved is not flat:
+        flat.copy_(moved)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import UsageError, explain
+from ..parallel.division import division_of, keep_whole
 
 #: Classes whose step of an element depends only on its weight, gradient and state, and on numbers of the parameter group.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -107,11 +108,12 @@ def step_cost(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any])
     """
     own: Any = getattr(optimizer, "step_cost", None)
     if own is not None:
-        cost = float(own(parameter, group))
+        cost = float(own(_whole_shape(parameter), group))
         if not (math.isfinite(cost) and cost >= 0):
             what = f"{type(optimizer).__name__}.step_cost must return a finite number of at least 0"
             raise UsageError(explain(what, value=cost, fix="return the number of operations, or of elements"))
         return cost
+    parameter = _whole_shape(parameter)
     cost = _TENSOR_COST + _ELEMENT_COST * parameter.numel()
     if isinstance(optimizer, torch.optim.Muon) and parameter.dim() == 2:
         short, long = sorted(parameter.shape)
@@ -119,6 +121,34 @@ def step_cost(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any])
     if isinstance(optimizer, torch.optim.Adafactor) or parameter.dim() < 2:
         return cost
     return cost + 4.0 * parameter.numel() * sum(parameter.shape)
+
+
+def _whole_shape(parameter: Tensor) -> Tensor:
+    """Return the parameter; where a layout has cut it, a tensor without memory of the whole shape."""
+    division = division_of(parameter)
+    if division is None or division.dim is None:
+        return parameter
+    return torch.empty(division.shape, dtype=parameter.dtype, device="meta")
+
+
+def choose_keepers(optimizer: Optimizer, num_owners: int) -> None:
+    """Choose which rank of a tensor group steps each cut matrix of an optimizer that needs whole ones: the costliest first.
+
+    Args:
+        optimizer: the user's.
+        num_owners: among how many ranks ``sharded`` divides the matrices too; 1 otherwise.
+    """
+    held = [(p, step_cost(optimizer, p, group)) for group in optimizer.param_groups for p in group["params"]]
+    of_owner, of_rank = [0.0] * num_owners, dict[tuple[int, int], float]()
+    for i in sorted(range(len(held)), key=lambda i: (-held[i][1], i)):
+        parameter, cost = held[i]
+        owner = of_owner.index(min(of_owner))
+        of_owner[owner] += cost
+        division = division_of(parameter)
+        if division is not None and division.group is not None:
+            keeper = min(range(division.group.size()), key=lambda rank: of_rank.get((owner, rank), 0.0))
+            of_rank[owner, keeper] = of_rank.get((owner, keeper), 0.0) + cost
+            keep_whole(parameter, keeper)
 
 
 def _steps_as(kind: type[Optimizer], known: tuple[type[Optimizer], ...]) -> bool:

@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from ..errors import UsageError, explain
 from ..groups import agree
 from ..groups.subgroups import timeout_s
 from ..optim.layerwise import LayerwiseOptimizer, Wholes
+from ..optim.whole_matrices import joined
 from ..optim.wrapped import WrappedOptimizer
-from ..parallel.division import division_of
+from ..parallel.division import division_of, summed
 from ..parallel.state import fit
 from ..units import listed
 from .carrier import Carrier
@@ -146,11 +147,11 @@ class ShardedOptimizer(WrappedOptimizer):
             if not self.unscale_together(grad_scaler, gradients, self.device, (self.group, *self.peers)):
                 self.carrier.skip()
                 return loss
-        if not self._steps_in_parts:
+        if not self._steps_in_parts or (self._are_whole and self._is_cut):
             self.collect()
         for part in self.carrier.stretches():
             self._follow_splits()
-            with self._as_blocks(part):
+            with self._joined(part) as parts, self.inner_holds(parts):
                 self.inner.step()
         if not self._kinds_checked and not self._are_whole:
             check_kinds(((w, self.inner.state.get(w, {})) for w in self.carrier.weights), self._who)
@@ -281,10 +282,23 @@ class ShardedOptimizer(WrappedOptimizer):
 
     def _as_blocks(self, chosen: Iterable[int] | None = None) -> AbstractContextManager[None]:
         """Put the chosen blocks, by default all, into the user's optimizer. See [Note: two views of one optimizer]."""
-        parts: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
-        for i in range(len(self._blocks)) if chosen is None else chosen:
+        return self.inner_holds(self._parts(range(len(self._blocks)) if chosen is None else chosen))
+
+    def _parts(self, chosen: Iterable[int]) -> list[list[Tensor]]:
+        parts: list[list[Tensor]] = [[] for _ in self.param_groups]
+        for i in chosen:
             parts[self._blocks[i].group].append(self._weights[i])
-        return self.inner_holds(parts)
+        return parts
+
+    def _joined(self, chosen: Iterable[int]) -> AbstractContextManager[list[list[Tensor]]]:
+        """Return the chosen blocks by group, whole where a layout has cut them and this optimizer needs whole tensors."""
+        if not self._are_whole or not self._is_cut:
+            return nullcontext(self._parts(chosen))
+        parts = self._parts(
+            sorted(chosen, key=lambda i: self._blocks[i].pieces[0].parameter)
+        )  # as on ranks with other slices
+        known = {id(w): b.pieces[0].parameter for b, w in zip(self._blocks, self._weights, strict=True)}
+        return joined(parts, lambda weight: self._parameters[known[id(weight)]])
 
     def _signature(self) -> list[list[int]]:
         return [[id(p) for p in group["params"] if self._is_divided(p)] for group in self.inner.param_groups]
@@ -329,6 +343,7 @@ class ShardedOptimizer(WrappedOptimizer):
         layout = lay_out(members, self.group.size())
         self._parameters = [p for _, p in chosen]
         self._index_of = {id(p): i for i, p in enumerate(self._parameters)}
+        self._is_cut = any((d := division_of(p)) is not None and d.dim is not None for p in self._parameters)
         self._known = self._signature()
         names = [name_of[id(p)] for p in self._parameters]
         full = {self._index_of[id(p)]: values for p, values in own.items() if id(p) in self._index_of}
@@ -388,7 +403,8 @@ class _WholesOfBlocks(Wholes):
                 norms = torch.stack(torch._foreach_norm([value for _, value in given])).to(squares)
                 squares[k].index_add_(0, torch.tensor([i for i, _ in given], device=squares.device), norms**2)
         dist.all_reduce(squares, group=self._optimizer.group)
-        return [[row[i] for i in places] for row in squares.sqrt_().unbind()]
+        by_parameter = summed(known, squares.t().contiguous(), 2.0)
+        return [[row[i] for i in places] for row in by_parameter.t().sqrt().unbind()]
 
 
 def warn_of_forgotten(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

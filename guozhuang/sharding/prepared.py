@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange
 from ..gradients.output_hooks import NoHook
-from ..optim.layerwise import LayerwiseOptimizer
-from ..parallel.division import division_of
 from ..sync_batch_norm import use_on_cpu
 from ..units import listed
 from ..weights.equal_start import broadcast_tensors, sparse_names, start_equal
@@ -179,11 +177,6 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
             )
         if arrival_of(p) is not None:
             raise UsageError(explain(f"{name} is divided among ranks already", fix="prepare a model once"))
-    for each in optimizers:
-        mine = [p for group in each.param_groups for p in group["params"]]
-        if isinstance(each, LayerwiseOptimizer) and any((d := division_of(p)) and d.dim is not None for p in mine):
-            what = f"{type(each).__name__} cannot divide among ranks what the axis tp divides already"
-            raise UsageError(explain(what, fix="choose hybrid in place of sharded, or a layout without tp"))
     devices = {p.device for p in held}
     if len(devices) > 1:
         what = "the optimizer's parameters lie on several devices"

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils import _pytree
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import dense_stride
+from ..parallel.state import of_owners
 from ..world.versions import all_gather_single
 from .parts import Block, BucketLayout, Piece, in_memory_order
 
@@ -192,70 +192,8 @@ def whole(
     if not any(bucket.is_whole for bucket in layout.buckets):
         return ordered
     mine = {b.pieces[0].parameter: v for b, v in zip(blocks, values, strict=True) if b.is_whole and v}
-    of_owners = _from_owners(mine, parameters, group)
-    return {i: (ordered | of_owners)[i] for i in sorted({*ordered, *of_owners})}
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """Stands for a tensor in the state of a whole parameter; its owner sends the elements."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    is_on_cpu: bool
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Return a new tensor without values, on the CPU or the given device."""
-        where = torch.device("cpu") if self.is_on_cpu else device
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=where)
-
-
-def _from_owners(
-    mine: Mapping[int, Values], parameters: Sequence[Tensor], group: dist.ProcessGroup
-) -> dict[int, Values]:
-    """Return the state of all whole parameters. Every rank must call it, with the state of those that it owns."""
-    tensors: dict[int, list[Tensor]] = {}
-    forms: dict[int, Any] = {}
-    for i, values in mine.items():
-        leaves, form = _pytree.tree_flatten(values)
-        sent = [_form(leaf) for leaf in leaves]
-        tensors[i] = [leaf.detach() for leaf, each in zip(leaves, sent, strict=True) if isinstance(each, _Sent)]
-        forms[i] = _pytree.tree_unflatten(sent, form)
-    everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, forms, group=group)
-    found: dict[int, Values] = {}
-    for owner, theirs in enumerate(everyones):
-        for i in sorted(theirs):
-            device, leaves, form = parameters[i].device, *_pytree.tree_flatten(theirs[i])
-            own = iter(tensors.get(i, ()))
-            for k, leaf in enumerate(leaves):
-                if isinstance(leaf, _Sent):
-                    leaves[k] = leaf.empty(device)
-                    if owner == group.rank():
-                        leaves[k].copy_(next(own))
-                    _broadcast(leaves[k], owner, device, group)
-            found[i] = _pytree.tree_unflatten(leaves, form)
-    return found
-
-
-def _form(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if leaf.numel() <= 1 and leaf.device.type == "cpu":
-        return leaf.detach().clone()
-    return _Sent(leaf.shape, dense_stride(leaf), leaf.dtype, leaf.device.type == "cpu")
-
-
-def _broadcast(tensor: Tensor, owner: int, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Send a tensor without gaps from its owner to all ranks, on the device that the group serves."""
-    if not tensor.numel():
-        return
-    flat = in_memory_order(tensor, tensor).view(torch.uint8)
-    moved = flat.to(device)
-    dist.broadcast(moved, group=group, group_src=owner)
-    if moved is not flat:
-        flat.copy_(moved)
+    theirs = of_owners(mine, parameters[0].device, group)
+    return {i: (ordered | theirs)[i] for i in sorted({*ordered, *theirs})}
 
 
 def _gather_flat(

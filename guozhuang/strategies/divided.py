@@ -30,8 +30,7 @@ from ..parallel.axes import WHOLE, make_axes
 from ..parallel.division import division_of, take_first
 from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model, draw_alike
 from ..parallel.state import fit, gather_optimizer_states
-from ..sharding.elementwise import needs_whole_tensors
-from ..units import listed
+from ..sharding.elementwise import choose_keepers, needs_whole_tensors
 from ..weights.equal_start import broadcast_tensors
 from ..world.layout import DATA_AXES, MODEL_AXES, Layout
 from . import ways
@@ -271,11 +270,12 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
     axes = make_axes(setup.world.layout)
     found = divide_model(model, axes, wishes)
     given = several(optimizer)
-    _check_steps(model, given, axes.layout)
+    group = axes.group(*DATA_AXES)
+    is_sharded = group is not None and isinstance(chosen.prepare, ways.Sharded)
+    needs_whole = _check_steps(given, axes.layout, group.size() if group is not None and is_sharded else 1)
     for each in given:
         fit(each.state)
     peers = tuple(group for group in (axes.group(*MODEL_AXES),) if group is not None)
-    group = axes.group(*DATA_AXES)
     is_alike = chosen.exact or (axes.size("tp") == 1 and found.pipe is None)
 
     def align(value_of: Callable[[Tensor], Tensor | None]) -> None:
@@ -298,13 +298,13 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
     if group is not None and isinstance(chosen.prepare, WithExchange):
         exchange, optimizer = chosen.prepare.make(optimizer)
     stepping: list[WrappedOptimizer] = []
-    for each in several(optimizer):
+    for each, whole_ones in zip(several(optimizer), needs_whole, strict=True):
         if isinstance(each, WrappedOptimizer):  # which the strategy has brought
             each.peers = peers
             gather_optimizer_states(each.inner)
             stepping.append(each)
         else:
-            stepping.append(DividedOptimizer(each, peers))
+            stepping.append(DividedOptimizer(each, peers, whole_ones))
     stepped = tuple(stepping) if isinstance(optimizer, tuple) else stepping[0]
     if group is None:
         return _pair(PreparedParallel(found, given, None, wishes.loss), stepped, found, wishes)
@@ -317,8 +317,7 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
             options["find_unused_parameters"] = True
         made = (DistributedDataParallel if found.pipe is not None else PreparedDDP)(model, **options)
         if isinstance(made, PreparedDDP):
-            for each in several(stepped):
-                made.look_at_steps(each)
+            made.look_at_steps(stepping[0])  # of several, each of which may step after the first one's zero_grad
         if isinstance(exchange, GradientExchange):
             made.use_exchange(exchange)
         elif exchange is not None:
@@ -339,9 +338,9 @@ def _pair(prepared: PreparedParallel, optimizer: Any, divided: Divided, wishes: 
     return PreparedPair(prepared, optimizer, PipelineStep(divided, several(optimizer)), is_callable=True)
 
 
-def _check_steps(model: nn.Module, optimizers: Sequence[Optimizer], layout: Layout) -> None:
-    """Raise if an optimizer needs whole matrices, or all of them, and ranks hold parts."""
-    name_of = {id(p): name for name, p in model.named_parameters()}
+def _check_steps(optimizers: Sequence[Optimizer], layout: Layout, num_owners: int) -> list[bool]:
+    """Return which optimizers step whole matrices of which ranks hold slices; raise if one needs all weights at once."""
+    needs_whole = []
     for optimizer in optimizers:
         if layout.pp > 1 and isinstance(optimizer, torch.optim.LBFGS):
             what = "LBFGS searches along a line through all weights at once, and stages of a pipeline hold some of them each"
@@ -349,11 +348,11 @@ def _check_steps(model: nn.Module, optimizers: Sequence[Optimizer], layout: Layo
                 explain(what, value=str(layout), fix="use an optimizer such as AdamW, or a layout without pp")
             )
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        cut = [name_of[id(p)] for p in held if (d := division_of(p)) is not None and d.dim is not None]
-        if cut and needs_whole_tensors(optimizer):
-            what = f"{type(optimizer).__name__} needs whole matrices, and the axis tp divides {listed(cut)}"
-            fix = "leave these parameters to an optimizer such as AdamW, or choose a layout without tp"
-            raise UsageError(explain(what, fix=fix))
+        is_cut = any((d := division_of(p)) is not None and d.dim is not None for p in held)
+        needs_whole.append(is_cut and needs_whole_tensors(optimizer))
+        if needs_whole[-1]:
+            choose_keepers(optimizer, num_owners)
+    return needs_whole
 
 
 def _check_inside(chosen: Strategy, setup: Setup) -> None:

@@ -288,3 +288,90 @@ def test_what_ranks_hold_alike_stays_alike_where_exchanges_round(strategy: str, 
         for name, value in agreed.items():
             assert torch.isfinite(value).all() and torch.equal(value, start[1][name]), name
         assert own.keys() == start[0].keys()
+
+
+class Shampoo(Optimizer):
+    """Multiplies gradients by inverses of sums of their products; its state has matrices in a list."""
+
+    whole_tensors = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                g = p.grad if p.dim() == 2 else p.grad.view(1, -1)
+                state = self.state[p]
+                if not state:
+                    state["sums"] = [0.1 * torch.eye(size, dtype=p.dtype) for size in g.shape]
+                left, right = state["sums"]
+                left.add_(g @ g.T)
+                right.add_(g.T @ g)
+                g = torch.linalg.inv(left) @ g @ torch.linalg.inv(right)
+                p.sub_(group["lr"] * (g / (1 + g.norm())).view_as(p))
+
+
+def muon_and_adamw(model: nn.Module) -> tuple[Optimizer, ...]:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    return torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.02)
+
+
+WHOLE: dict[str, Callable[[nn.Module], tuple[Optimizer, ...]]] = {
+    "adafactor": lambda model: (torch.optim.Adafactor(model.parameters(), lr=0.05),),
+    "muon": muon_and_adamw,
+    "shampoo": lambda model: (Shampoo(model.parameters()),),
+    "lamb": lambda model: (gz.optim.LAMB(model.parameters(), lr=0.02),),
+    "lars": lambda model: (gz.optim.LARS(model.parameters(), lr=2.0, weight_decay=0.01),),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "sizes"),
+    [
+        pytest.param(
+            *(kind, strategy, sizes),
+            marks=[] if (kind, strategy) == ("shampoo", "sharded") and "pp" not in sizes else pytest.mark.slow,
+        )
+        for kind in WHOLE
+        for strategy in ("hybrid", "sharded")
+        for sizes in ("dp=2,tp=2", "pp=2,dp=2,tp=2")
+    ],
+)
+def test_whole_matrices_and_their_norms_are_those_of_one_process(kind: str, strategy: str, sizes: str) -> None:
+    """Slices of a matrix are stepped as one matrix; the state is whole where it is saved, and loads."""
+    layout, alone = of(sizes), made()
+    optimizers = WHOLE[kind](alone)
+    states, norms = [], []
+    for step in range(STEPS):
+        norms.append(norm_of_step(alone, step))
+        for each in optimizers:
+            each.step()
+        alone.zero_grad()
+        states.append((copy.deepcopy(alone.state_dict()), [copy.deepcopy(each.state_dict()) for each in optimizers]))
+    rtol = 1e-9 if kind != "muon" else 0.1  # it orthogonalizes in bfloat16, where sums in another order are others
+
+    def on_rank(rank: int, size: int) -> None:
+        for first in (0, 1):
+            model = made()
+            given = WHOLE[kind](model)
+            if first:
+                model.load_state_dict(states[0][0])
+            wrapped, stepped = prepared(rank, model, given, strategy, layout)
+            for each, state in zip(stepped, states[0][1], strict=True):
+                if first:
+                    each.load_state_dict(copy.deepcopy(state))
+            for step in range(first, STEPS):
+                equal(norm_of_step(wrapped, step, layout.coordinate(rank)["dp"], layout.dp), norms[step], rtol)
+                for each in stepped:
+                    each.step()
+                    each.zero_grad()
+            torch.testing.assert_close(wrapped.state_dict(), states[-1][0], rtol=rtol, atol=rtol)
+            for each, state in zip(stepped, states[-1][1], strict=True):
+                torch.testing.assert_close(each.state_dict()["state"], state["state"], rtol=rtol, atol=rtol)
+
+    run_threads(on_rank, layout.size)
