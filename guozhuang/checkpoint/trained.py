@@ -59,11 +59,14 @@ def capture(trained: Trained, is_first: bool) -> tuple[dict[str, Any], dict[str,
         own["parameters"], own["optimizer"] = parameters, state
         return shared, own, True
     own["parameters"] = {name: p for name, p in parameters.items() if name in left_alone}
+    if _exchanges_weights(model):
+        own["optimizer"] = state
     divided = is_divided(module) or hasattr(optimizer, "carrier") or _has_parts(module)
     if divided and not is_first:
         return {}, own, False
     shared["parameters"] = {name: p for name, p in parameters.items() if name not in left_alone}
-    (own if _exchanges_weights(model) else shared)["optimizer"] = state
+    if "optimizer" not in own:
+        shared["optimizer"] = state
     return shared, own, not divided
 
 

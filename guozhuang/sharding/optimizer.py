@@ -24,7 +24,6 @@ from ..errors import UsageError, explain
 from ..groups import agree
 from ..groups.subgroups import timeout_s
 from ..optim.layerwise import LayerwiseOptimizer, Wholes
-from ..optim.whole_matrices import joined
 from ..optim.wrapped import WrappedOptimizer
 from ..parallel.division import division_of, summed
 from ..parallel.state import fit
@@ -294,6 +293,8 @@ class ShardedOptimizer(WrappedOptimizer):
         """Return the chosen blocks by group, whole where a layout has cut them and this optimizer needs whole tensors."""
         if not self._are_whole or not self._is_cut:
             return nullcontext(self._parts(chosen))
+        from ..optim.whole_matrices import joined  # imported only when needed
+
         parts = self._parts(
             sorted(chosen, key=lambda i: self._blocks[i].pieces[0].parameter)
         )  # as on ranks with other slices
