@@ -366,6 +366,7 @@ def _spec(plan: ComparisonPlan, contender: Contender, purpose: str) -> RunSpec:
         backend=contender.backend,
         num_groups=contender.num_groups,
         layout=contender.layout,
+        schedule=contender.schedule,
     )
 
 
@@ -401,6 +402,7 @@ def _row(plan: ComparisonPlan, contender: Contender, found: _Found) -> StrategyR
         asked_backend=contender.backend,
         num_groups=contender.num_groups,
         layout=contender.layout or "",
+        schedule=contender.schedule or "",
     )
 
 

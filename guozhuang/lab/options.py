@@ -21,7 +21,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--strategies",
         metavar="A,B@BACKEND,C",
-        help="which, and in which order; name@backend sets one's backend, hybrid:pp=2:tp=2 its layout (default: about six that "
+        help="which, and in which order; name@backend sets one's backend, hybrid:pp=2:tp=2 its layout, "
+        "pipeline:schedule=1f1b the schedule of its stages (default: about six that "
         "suit the machine)",
     )
     what.add_argument("--all", action="store_true", help="compare all strategies there are, which takes long")

@@ -154,6 +154,7 @@ class StrategyRow:
         asked_backend: the requested backend; None: ``gz.init`` chose one, see ``backend``.
         num_groups: the number of process groups that exchanged the strategy's buckets in turn.
         layout: the requested sizes of axes, as ``--layout`` takes them; empty: the strategy's own.
+        schedule: that of a pipeline, as ``--schedule`` takes it; empty: the order of the script's own loop.
     """
 
     name: str
@@ -172,6 +173,7 @@ class StrategyRow:
     asked_backend: str | None = None
     num_groups: int = 1
     layout: str = ""
+    schedule: str = ""
 
     @property
     def ok(self) -> bool:

@@ -116,12 +116,17 @@ def how(results: Results, row: StrategyRow) -> tuple[str, ...]:
     chosen += f" --backend {row.asked_backend}" if row.asked_backend is not None else ""
     chosen += f" --groups {row.num_groups}" if row.num_groups > 1 else ""
     chosen += f" --layout {row.layout}" if row.layout else ""
+    chosen += f" --schedule {row.schedule}" if row.schedule else ""
+    needs_loss = row.schedule not in ("", "gpipe") and row.strategy in ("pipeline", "hybrid")
+    loss = ", loss=loss_fn" if needs_loss else ""
+    step = "loss = model.step(x, y)  # in place of model(x), loss_fn and loss.backward()"
     return (
         "# in train.py:",
         "import guozhuang as gz",
         "world = gz.init()",
-        f"model, optimizer = gz.prepare(model, optimizer{replicas})  # when both are made",
+        f"model, optimizer = gz.prepare(model, optimizer{replicas}{loss})  # when both are made",
         f"for batch in gz.loader(dataset, batch_size={batch_size}): ...  # each rank takes its share",
+        *([step] if needs_loss else []),
         "",
         "# in the shell:",
         f"guozhuang run --nproc-per-node {num_processes} {chosen} train.py",

@@ -63,6 +63,7 @@ class RunSpec:
         backend: the backend of collectives; None: ``init`` chooses.
         num_groups: the number of process groups that exchange the buckets in turn.
         layout: the sizes of axes, as ``--layout`` takes them; None: the strategy's own.
+        schedule: that of a pipeline, as ``--schedule`` takes it; None: the order of the script's own loop.
     """
 
     name: str
@@ -83,6 +84,7 @@ class RunSpec:
     backend: str | None = None
     num_groups: int = 1
     layout: str | None = None
+    schedule: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,11 @@ class _Trainer:
         optimizer = self.workload.optimizer(self.bare)
         self.last_gradient = measure.LastGradient(self.bare, self.clock)
         num_replicas = spec.num_ranks if spec.strategy == "dp" else None
-        prepared = strategies.prepare(self.bare, optimizer, spec.strategy, num_replicas=num_replicas)
+        # Without a name of a schedule the model is trained as by a script that computes the loss itself.
+        loss = None if spec.schedule is None else self.workload.loss
+        prepared = strategies.prepare(
+            self.bare, optimizer, spec.strategy, num_replicas=num_replicas, loss=loss, schedule=spec.schedule
+        )
         (self.model, _), self.train = prepared, prepared.step
         self.noise = self._meter()
         self.divided = is_divided(self.bare) or here.layout.model_size > 1

@@ -251,6 +251,13 @@ class Divided:
             return self.around.outputs(found)
 
 
+def check_schedule(name: str) -> None:
+    """Raise ``UsageError`` unless there is a schedule of this name; the text has those that there are."""
+    if name not in SCHEDULES:
+        fix = f"choose one of {', '.join(SCHEDULES)}"
+        raise UsageError(explain("a pipeline has no such schedule", value=name, fix=fix))
+
+
 def check_wishes(wishes: Wishes) -> None:
     """Raise if something is asked for that does not exist, or that does not go together.
 
@@ -259,9 +266,8 @@ def check_wishes(wishes: Wishes) -> None:
     Raises:
         UsageError: the text names what was asked for.
     """
-    if wishes.schedule is not None and wishes.schedule not in SCHEDULES:
-        fix = f"choose one of {', '.join(SCHEDULES)}"
-        raise UsageError(explain("a pipeline has no such schedule", value=wishes.schedule, fix=fix))
+    if wishes.schedule is not None:
+        check_schedule(wishes.schedule)
     if wishes.attention is not None and wishes.attention not in ATTENTION:
         fix = f"choose one of {', '.join(ATTENTION)}"
         raise UsageError(explain("there is no such way to divide attention", value=wishes.attention, fix=fix))

@@ -80,6 +80,19 @@ def inputs_of(loss_fn: Callable[[Any, Any], Tensor], batch: Any) -> tuple[tuple[
     raise UsageError(explain("the loss function did not call the model", fix="call model(...) in it, once"))
 
 
+def answering_once(output: Any) -> Callable[..., Any]:
+    """Return what stands for the model in a loss function: its first call returns ``output``, another one raises."""
+    outputs = [output]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not outputs:
+            what = "the loss function calls the model twice, and this schedule runs one forward for a microbatch"
+            raise UsageError(explain(what, fix="call model(...) once, or use the schedule gpipe"))
+        return outputs.pop()
+
+    return called
+
+
 class PipelineStep:
     """The step of a pipeline whose schedule computes the loss of each microbatch. See [Note: who owns the step] in ways.py.
 
@@ -102,7 +115,7 @@ class PipelineStep:
         args, kwargs = inputs_of(loss_fn, batch)
 
         def loss(output: Any, part: Any) -> Any:
-            return loss_fn(lambda *args, **kwargs: output, part)
+            return loss_fn(answering_once(output), part)
 
         pipe = self._divided.pipe
         assert pipe is not None

@@ -66,6 +66,18 @@ def test_each_row_has_its_backend_and_groups(tmp_path: Path) -> None:
     assert summaries["torch-ddp"] == strategies.get("torch-ddp").summary
 
 
+def test_a_row_of_a_pipeline_has_a_layout_and_a_schedule(tmp_path: Path) -> None:
+    names = "pipeline,pipeline:schedule=1f1b,hybrid:pp=2:schedule=zero-bubble:tp=2@gloo,torch-pipeline:schedule=1f1b"
+    plan = _plan(tmp_path, "--device", "cpu", "--ranks", "4", "--strategies", names)
+    assert [(one.strategy, one.layout, one.schedule, one.backend) for one in plan.contenders] == [
+        ("pipeline", None, None, None),
+        ("pipeline", None, "1f1b", None),
+        ("hybrid", "pp=2,tp=2", "zero-bubble", "gloo"),
+        ("torch-pipeline", None, "1f1b", None),
+    ]
+    assert plan.contenders[2].summary.endswith("(pp=2,tp=2, schedule zero-bubble, on gloo)")
+
+
 def test_epochs_become_steps_less_the_warm_up(tmp_path: Path) -> None:
     assert _plan(tmp_path, "--epochs", "2", "--warmup-steps", "3").settings.num_steps == 2 * 12 - 3
 
@@ -92,6 +104,13 @@ def test_options_of_a_workload_reach_it(tmp_path: Path) -> None:
         (("--strategies", "hybrid:pp=3", "--ranks", "2"), "does not fit the world of 2 ranks (got 'pp=3')"),
         (("--strategies", "tensor:pp=2", "--ranks", "2"), "strategy tensor divides the model along tp only"),
         (("--strategies", "single:pp=2"), "which has no axes"),
+        (("--strategies", "single:schedule=1f1b"), "which has no axes"),
+        (("--strategies", "pipeline:schedule=2f2b"), "Fix: choose one of gpipe, 1f1b, interleaved, zero-bubble"),
+        (("--strategies", "pipeline:schedule="), "a pipeline has no such schedule (got '')"),
+        (("--strategies", "pipeline:schedule=1f1b:schedule=gpipe"), "has one schedule"),
+        (("--strategies", "ddp:schedule=1f1b"), "Fix: write pipeline:schedule=1f1b, or add pp=2 to the layout"),
+        (("--strategies", "tensor:schedule=1f1b"), "this row divides no layers (got 'tensor:schedule=1f1b')"),
+        (("--strategies", "hybrid:schedule=1f1b"), "strategy hybrid needs a layout"),
         (("--strategies", "single,shared"), "Fix: write sharded, or choose one of single, "),
         (("--backend", "glue"), "'glue'"),
         (("--groups", "0"), "--groups"),

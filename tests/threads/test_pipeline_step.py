@@ -14,7 +14,7 @@ from guozhuang.errors import UsageError
 from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.pipeline import divide_pipeline
 from guozhuang.parallel.prepare import Divided
-from guozhuang.strategies.model_step import PipelineStep
+from guozhuang.strategies.model_step import PipelineStep, answering_once
 from guozhuang.world.layout import Layout
 from tests.threads.ranks import GENERATOR, run_threads
 
@@ -167,6 +167,13 @@ def _with_a_batch(rank: int, size: int) -> Any:
         return masked_mean(model(batch["words"], scale=2.0), batch["labels"])
 
     return torch.stack([step(batch, loss_of, passed=parts.append) for _ in range(2)]), parts
+
+
+def test_a_loss_that_calls_the_model_twice_is_refused() -> None:
+    model = answering_once(torch.ones(2))
+    assert model("anything").sum() == 2
+    with pytest.raises(UsageError, match=r"calls the model twice.*Fix: call model\(\.\.\.\) once"):
+        model("anything")
 
 
 def test_a_step_on_a_batch_follows_the_schedule() -> None:
