@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_known_models_are_cut_best(name: str) -> None:
     assert _slowest(costs, balance(costs, num_stages)) == pytest.approx(best, rel=0.03)
 
 
-def test_the_slowest_stage_is_as_fast_as_of_any_cut() -> None:
+def test_the_slowest_stage_is_about_as_fast_as_of_any_cut() -> None:
     draw = random.Random(7)
     for _ in range(60):
         costs = _costs(*(draw.choice([0.0, 1.0, draw.random(), 9 * draw.random()]) for _ in range(draw.randint(2, 9))))
@@ -55,7 +56,22 @@ def test_the_slowest_stage_is_as_fast_as_of_any_cut() -> None:
         starts = balance(costs, num_stages)
         assert len({0, *starts}) == num_stages and starts == sorted(starts)
         every = itertools.combinations(range(1, len(costs)), num_stages - 1)
-        assert _slowest(costs, starts) == min(_slowest(costs, list(each)) for each in every)
+        assert _slowest(costs, starts) <= 1.03 * min(_slowest(costs, list(each)) for each in every)
+
+
+def test_times_that_differ_a_little_make_no_other_choice() -> None:
+    draw, found = random.Random(11), set()
+    for _ in range(50):
+        layer, head = (draw.uniform(0.993, 1.007) for _ in range(2))
+        # The second stage is as slow with the last layer and the head as the first one is with it.
+        parts = [CallCost("embedding", 0.2, 800), *[CallCost(f"layer {i}", layer, 100, 10) for i in range(6)]]
+        costs = (*parts, CallCost("head", 1.2 * head, 100))
+        twice = tuple(replace(each, seconds=1.7 * draw.uniform(0.993, 1.007) * each.seconds) for each in costs)
+        measured = MeasuredCalls((2, 4), (costs, twice))
+        tried = [cut_for(measured, 16, m, ("1f1b", 2, 1)) for m in (1, 2, 4, 6, 8)]
+        best = choose_microbatches(tried, usual=4)
+        found.add((best.num_microbatches, *best.starts))
+    assert len(found) == 1
 
 
 def test_stages_fit_into_memory() -> None:
@@ -126,18 +142,18 @@ def _measured(fixed_s: float, row_s: float, **others: float) -> MeasuredCalls:
 @pytest.mark.parametrize(
     ("measured", "best"),
     [
-        (_measured(0.0, 1.0), 16),  # nothing costs more with more microbatches, which leave ranks idle for less time
+        (_measured(0.0, 1.0), 12),  # nothing costs more with more microbatches, which leave ranks idle for less time
         (_measured(1.0, 1.0), 4),
         (_measured(3.0, 0.1), 1),
         (_measured(0.0, 1.0, message_s=6.0), 4),
-        (_measured(0.0, 1.0, byte_s=8e-3), 16),  # the link carries the parts of a batch one behind the other
+        (_measured(0.0, 1.0, byte_s=8e-3), 8),  # the link carries the parts of a batch one behind the other
     ],
 )
-def test_the_number_of_microbatches_is_that_of_the_shortest_step(measured: MeasuredCalls, best: int) -> None:
+def test_the_number_of_microbatches_is_that_of_about_the_shortest_step(measured: MeasuredCalls, best: int) -> None:
     tried = [cut_for(measured, 16, m, ("1f1b", 2, 1)) for m in (1, 2, 3, 4, 6, 8, 12, 16)]
     chosen = choose_microbatches(tried, usual=4)
     assert (chosen.num_microbatches, chosen.starts) == (best, [4])
-    assert chosen.step_s <= 1.03 * min(each.step_s for each in tried)
+    assert chosen.step_s <= 1.05 * min(each.step_s for each in tried)
     if measured.message_s == measured.byte_s == 0:  # every stage takes the same time
         one = 4 * measured.at(16 / best)[0].seconds
         assert chosen.step_s == pytest.approx((best + 1) * one)

@@ -10,6 +10,13 @@ microbatch in flight; cuts that need more than there is are not considered.
 rows are: weights are read, gradients of weights added up, messages sent. Calls are therefore timed with two sizes of
 microbatches, and the time with another size is on the line through both. For some numbers of microbatches the best cut is found
 and the schedule carried out in thought with these times and that of a message, and the number whose step is shortest is taken.
+
+[Note: equal choices] Times differ a little each time they are measured. If the fastest choice were always taken, two runs of
+one script would often be cut at different places, and their sums be rounded differently. So cuts whose slowest stage is slower
+by 3 % at most count as equally fast, and numbers of microbatches whose step is by 5 %; among such the one is taken that does
+not depend on time: the cut whose largest stage needs least memory, and the usual number of microbatches, or else the smallest.
+A call is timed several times, and if it has one thread by how long that thread computes, which others on the machine hardly
+change.
 """
 
 from __future__ import annotations
@@ -36,8 +43,10 @@ from .schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, make_schedule, most_in
 
 #: Bytes of the optimizer's state for each byte of a parameter: two moments, as of Adam.
 STATE_PER_PARAMETER: Final = 2
-# Microbatches of a number that was not asked for by hand: another number than the usual one has to save this share of a step.
-_WORTH: Final = 0.03
+# Which share a stage, and a step with another number of microbatches, may be slower. See [Note: equal choices].
+_WORTH, _WORTH_MICROBATCHES = 0.03, 0.05
+# A call is timed until the two shortest times differ by this share at most, so often at most, and in so many seconds.
+_AGREES, _MOST_RUNS, _MOST_TIMED_S = 0.01, 10, 0.3
 
 
 @dataclass(frozen=True)
@@ -69,8 +78,8 @@ def measure(
     """Run the model on microbatches, and return for each the cost of each call in the order of the calls.
 
     Nothing of the model changes: buffers and random generators are put back, and gradients are not stored. Of calls of units of
-    one class and of the same sizes only the first is run, and all get its time. With the first microbatch it is run twice, and
-    the shorter time counts, because the first one pays for what is set up at a layer's first call.
+    one class and of the same sizes only the first is run, and all get its time. It is run at least twice, and the shortest time
+    counts: the first one pays for what is set up at a layer's first call, and others for what else the machine does.
 
     Args:
         model: whole.
@@ -80,7 +89,7 @@ def measure(
         around: divides the samples themselves.
     """
     with _unchanged(model):
-        return [_measured(model, units, each, shapes, around, 1 if i else 2) for i, each in enumerate(microbatches)]
+        return [_measured(model, units, each, shapes, around) for each in microbatches]
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,6 @@ def _measured(
     microbatch: Microbatch,
     shapes: Mapping[str, Hashable],
     around: Around,
-    num_runs: int,
 ) -> list[CallCost]:
     found: list[CallCost] = []
     alike: dict[Hashable, _Alike] = {}
@@ -105,8 +113,7 @@ def _measured(
     def on_call(name: str, unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         first = alike.get(key := _kind(name, unit, args, kwargs))
         if first is None:
-            runs = [_run_timed(name, unit, proceed, args, kwargs) for _ in range(num_runs)]
-            first = alike[key] = min(runs, key=lambda each: each.cost.seconds)
+            first = alike[key] = _shortest(lambda: _run_timed(name, unit, proceed, args, kwargs))
         found.append(replace(first.cost, name=name))
         return pytree.tree_map(_fresh, first.output)
 
@@ -123,6 +130,18 @@ def _measured(
     return found
 
 
+def _shortest(run: Callable[[], _Alike]) -> _Alike:
+    """Run until the two shortest times agree, or no time is left, and return the shortest."""
+    runs: list[_Alike] = []
+    while len(runs) < 2 or (
+        runs[1].cost.seconds > (1 + _AGREES) * runs[0].cost.seconds
+        and sum(each.cost.seconds for each in runs) < _MOST_TIMED_S
+        and len(runs) < _MOST_RUNS
+    ):
+        runs = sorted([*runs, run()], key=lambda each: each.cost.seconds)
+    return runs[0]
+
+
 def _run_timed(name: str, unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> _Alike:
     """Run forward and backward of one call."""
     own = {p.untyped_storage().data_ptr() for p in unit.parameters()}
@@ -136,12 +155,13 @@ def _run_timed(name: str, unit: nn.Module, proceed: Callable[..., Any], args: An
 
     leaves: list[Tensor] = []
     args, kwargs = pytree.tree_map(lambda leaf: _fresh(_detached(leaf, leaves)), (args, kwargs))
-    began_s = now_s()
+    clock = _busy_s if torch.get_num_threads() == 1 and not torch.accelerator.is_available() else now_s
+    began_s = clock()
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         output = proceed(*args, **kwargs)
     roots = [local_of(each) for each in pytree.tree_leaves(output) if _has_graph(each)]
     weights: list[Tensor] = [p for p in unit.parameters() if p.requires_grad]
-    forward_s = now_s() - began_s
+    forward_s = clock() - began_s
     try:
         if roots and (leaves or weights):
             seeds = [torch.ones_like(each) for each in roots]
@@ -152,7 +172,7 @@ def _run_timed(name: str, unit: nn.Module, proceed: Callable[..., Any], args: An
     except RuntimeError:
         # Checkpoints of the old style compute no chosen gradients. A backward takes about as long as two forwards.
         began_s -= 2 * forward_s
-    seconds = now_s() - began_s
+    seconds = clock() - began_s
     num_bytes = sum(p.numel() * p.itemsize for p in unit.parameters())
     returned = sum(local_of(each).nbytes for each in pytree.tree_leaves(output) if isinstance(each, Tensor))
     output = pytree.tree_map(lambda leaf: _detached(leaf, []), output)
@@ -178,6 +198,11 @@ def _detached(leaf: Any, leaves: list[Tensor]) -> Any:
     return leaf.like(leaves[-1]) if isinstance(leaf, DividedTensor) else leaves[-1]
 
 
+def _busy_s() -> float:
+    """Return for how long this thread has computed; waiting for a core that others use does not count."""
+    return time.thread_time()
+
+
 def now_s() -> float:
     """Return the time, after what an accelerator was given to do has ended."""
     if torch.accelerator.is_available():
@@ -199,7 +224,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 def balance(
     costs: Sequence[CallCost], num_stages: int, in_flight: Sequence[int] = (), limit_bytes: float = float("inf")
 ) -> list[int]:
-    """Return where to cut a row of calls into contiguous stages, none empty, so that the slowest stage is fastest.
+    """Return where to cut a row of calls into contiguous stages, none empty, so that the slowest stage is about the fastest.
+
+    Its time is at most 3 % longer than of any other cut. See [Note: equal choices].
 
     Args:
         costs: of the calls, in their order.
@@ -230,30 +257,48 @@ def _need_bytes(stage: Sequence[CallCost], num_in_flight: int) -> int:
 
 
 def _best(costs: Sequence[CallCost], num_stages: int, in_flight: Sequence[int], limit_bytes: float) -> list[int] | None:
-    """The dynamic program: for each number of stages and of calls the slowest stage of the best cut, and its places."""
+    """Return the places of the cut that :func:`balance` chooses; None if no cut fits into memory."""
     seconds, parameters, saved = [0.0], [0], [0]
     for cost in costs:
         seconds.append(seconds[-1] + cost.seconds)
         parameters.append(parameters[-1] + cost.parameter_bytes)
         saved.append(saved[-1] + cost.saved_bytes)
 
-    def slowest(start: int, stop: int, stage: int) -> float:
-        if limit_bytes < float("inf"):
-            held = in_flight[stage] * (saved[stop] - saved[start])
-            if (2 + STATE_PER_PARAMETER) * (parameters[stop] - parameters[start]) + held > limit_bytes:
-                return float("inf")
-        return seconds[stop] - seconds[start]
+    def need(start: int, stop: int, stage: int) -> float:
+        held = (in_flight[stage] if in_flight else 1) * (saved[stop] - saved[start])
+        return (2 + STATE_PER_PARAMETER) * (parameters[stop] - parameters[start]) + held
 
-    best: list[tuple[float, tuple[int, ...]]] = [(slowest(0, stop, 0), ()) for stop in range(len(costs) + 1)]
+    def slowness(start: int, stop: int, stage: int) -> float:
+        return seconds[stop] - seconds[start] if need(start, stop, stage) <= limit_bytes else float("inf")
+
+    fastest, _ = _least(len(costs), num_stages, slowness)
+    if fastest == float("inf"):
+        return None
+
+    def need_if_fast(start: int, stop: int, stage: int) -> float:
+        return need(start, stop, stage) if slowness(start, stop, stage) <= (1 + _WORTH) * fastest else float("inf")
+
+    return list(_least(len(costs), num_stages, need_if_fast)[1])
+
+
+def _least(num_calls: int, num_stages: int, price: Callable[[int, int, int], float]) -> tuple[float, tuple[int, ...]]:
+    """The dynamic program: return the largest price of a stage under the cut for which it is least, and the cut's places.
+
+    Args:
+        num_calls: how many calls are cut.
+        num_stages: into how many stages.
+        price: of the calls from the first to before the second number as the stage of the third.
+    """
+    best: list[tuple[float, tuple[int, ...]]] = [(price(0, stop, 0), ()) for stop in range(num_calls + 1)]
     for stage in range(1, num_stages):
         best = [
             min(
-                ((max(best[i][0], slowest(i, stop, stage)), (*best[i][1], i)) for i in range(stage, stop)),
+                ((max(best[i][0], price(i, stop, stage)), (*best[i][1], i)) for i in range(stage, stop)),
                 default=(float("inf"), ()),
             )
-            for stop in range(len(costs) + 1)
+            for stop in range(num_calls + 1)
         ]
-    return list(best[-1][1]) if best[-1][0] < float("inf") else None
+    return best[-1]
 
 
 @dataclass(frozen=True)
@@ -354,10 +399,13 @@ def cut_for(
 
 
 def choose_microbatches(tried: Sequence[PipelineCut], usual: int) -> PipelineCut:
-    """Return the cut with the shortest step; that with the usual number of microbatches if it is hardly longer."""
-    best = min(tried, key=lambda each: each.step_s)
-    at_usual = next((each for each in tried if each.num_microbatches == usual), best)
-    return at_usual if at_usual.step_s <= (1 + _WORTH) * best.step_s else best
+    """Return a cut with about the shortest step: with the usual number of microbatches, or else the smallest.
+
+    See [Note: equal choices].
+    """
+    shortest = min(each.step_s for each in tried)
+    short = [each for each in tried if each.step_s <= (1 + _WORTH_MICROBATCHES) * shortest]
+    return min(short, key=lambda each: (each.num_microbatches != usual, each.num_microbatches))
 
 
 def table(costs: Sequence[CallCost], starts: Sequence[int], in_flight: Sequence[int] = ()) -> str:
