@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import PeerLost
 from tests.ranks import RankError, run_ranks
+from tests.waiting import AT_ONCE_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -165,6 +166,7 @@ def until_someone_dies(
     del plain, placed, tensor, group
     dist.destroy_process_group()
     gc.collect()  # frames of tracebacks in torch refer to themselves
+    until(lambda: open_things()[1] <= before[1], AT_ONCE_S)  # the kernel ends a thread a moment after it was joined
     after = open_things()
     died_at = float(Path(folder, "died_at").read_text())
     return {"late_s": raised_at - died_at, "lost": lost, "again": again, "before": before, "after": after}

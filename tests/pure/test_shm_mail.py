@@ -84,6 +84,25 @@ def test_payloads_move_while_both_look_and_what_was_given_up_is_skipped(ends: En
         assert got.equal(given) and second.take(-1) is None
 
 
+def test_bytes_of_the_next_payload_are_not_taken_for_one_that_was_given_up(ends: Ends) -> None:
+    first, second, _, _ = ends
+    lost, given = torch.zeros(5000, dtype=torch.uint8), torch.arange(20_000, dtype=torch.uint8)
+    half, got = torch.zeros(5000, dtype=torch.uint8), torch.zeros(20_000, dtype=torch.uint8)
+    second.pull(0, 1, half.data_ptr(), half.numel(), first.push(1, 1, lost.data_ptr(), lost.numel()))
+    first.spin(0.0)
+    first.stop(1, 1, 1)
+    position = first.push(1, 2, given.data_ptr(), given.numel())
+    for _ in range(50):  # the reader has not been told yet
+        first.spin(0.0)
+        assert second.take(-1) is None
+    second.stop(0, 0, 1)
+    second.pull(0, 2, got.data_ptr(), got.numel(), position)
+    for _ in range(50):
+        first.spin(0.0)
+        second.spin(0.0)
+    assert second.take(-1) == (0, transfers.PULLED, 0, 2, 0, 0, b"") and got.equal(given) and not half.any()
+
+
 def test_rings_shrink_with_the_number_of_ranks() -> None:
     for size in (2, 20, 100, 500):
         messages, payloads = mail_ring_bytes(size)

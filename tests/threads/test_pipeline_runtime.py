@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from guozhuang.errors import MismatchError
+from guozhuang.parallel.pipeline import transfers
 from guozhuang.parallel.pipeline.deferred import DeferredWeights
 from guozhuang.parallel.pipeline.runtime import PipelineRuntime
 from tests.threads.ranks import GENERATOR, run_threads
@@ -201,6 +203,13 @@ def test_rows_of_embeddings_are_added_later() -> None:
             weights.compute(products)
         gradients.append(head.weight.grad)
     torch.testing.assert_close(*gradients)
+
+
+def test_only_messages_on_the_cpu_do_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "store_of", lambda group: dist.HashStore())
+    group: Any = SimpleNamespace(works_tell_their_end=True, rank=lambda: 0)
+    polls = [transfers.StageTransfers(group, int, torch.device(each))._polls for each in ("cpu", "cuda")]
+    assert polls == [True, False]  # the works of a group for CUDA abort it if a short wait for them ends too early
 
 
 def _other_batches(rank: int, size: int) -> None:

@@ -3,8 +3,9 @@
    [Note: how a large payload moves]
    A payload passes through its ring in pieces, so that both ranks copy at the same time and what they copy stays in the cache.
    At most one payload is on its way in each direction of a pair. Its position in the stream of all bytes is told by a message
-   before; the reader begins there, whatever is left of a payload that one side gave up. The pieces are copied by whoever
-   looks for messages, without the GIL. The reader is told the end of a payload as if that were a message.
+   before; the reader begins there, whatever is left of a payload that one side gave up. The ring has the number of the payload
+   in it, so that a reader that has not heard yet that one was given up takes no bytes of the next one for it. The pieces are
+   copied by whoever looks for messages, without the GIL. The reader is told the end of a payload as if that were a message.
 
    [Note: memory order of a ring]
    One rank writes a ring and one reads it, each with one thread at a time. `written` and `read` count bytes since the
@@ -41,9 +42,10 @@ typedef struct {
     int64_t numbers[3];
 } header;
 
-/* Each word on a cache line of its own. */
+/* Each rank's words on a cache line of their own. */
 typedef struct {
     _Alignas(64) uint64_t written;
+    int64_t number; /* of the payload that is written now; stored before its first bytes */
     _Alignas(64) uint64_t read;
     _Alignas(64) uint32_t blocked;
 } ring;
@@ -113,6 +115,7 @@ static uint64_t movable(const mail *self, int peer, const payload *one) {
     const uint64_t room = room_of(self, PAYLOADS), piece = room / 4 < LONGEST_PIECE_BYTES ? room / 4 : LONGEST_PIECE_BYTES;
     const uint64_t wanted = one->left < piece ? one->left : piece;
     const uint64_t written = __atomic_load_n(&through->written, __ATOMIC_ACQUIRE);
+    if (__atomic_load_n(&through->number, __ATOMIC_RELAXED) != one->number) return 0; /* what was written may be the next one */
     const int64_t there = (int64_t)(written - __atomic_load_n(&through->read, __ATOMIC_ACQUIRE));
     const uint64_t now = one->is_push ? room - (uint64_t)there : there > 0 ? (uint64_t)there : 0;
     return now < wanted ? 0 : wanted; /* whole pieces: less would cost as much */
@@ -274,7 +277,8 @@ static PyObject *begin_payload(mail *self, PyObject *const *args, Py_ssize_t num
     self->num_payloads += (given[3] > 0) - one->is_here;
     *one = (payload){(unsigned char *)(uintptr_t)given[2], (uint64_t)given[3], given[1], given[3] > 0, is_push};
     ring *through = ring_of_payload(self, peer, one);
-    if (!is_push) {
+    if (is_push) __atomic_store_n(&through->number, one->number, __ATOMIC_RELAXED); /* `written` is stored after it */
+    else {
         __atomic_store_n(&through->read, (uint64_t)given[4], __ATOMIC_RELEASE);
         wake_if(self, peer, &through->blocked);
     }

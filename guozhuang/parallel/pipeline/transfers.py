@@ -6,10 +6,11 @@ microbatch to the next. The tensors follow, each as bytes. Groups deliver what o
 sends, so each rank knows from the action lists which message of a rank comes next, and receives a rank's messages in this order
 while it computes. It is one message ahead, of activations from when they are handed out and of gradients from when they were
 used, so that buffers are few; where a later message is needed first, it goes on to that one, so that no order of use can block.
-Where a group's works tell whether they have ended, the receives of a message are started by whoever sends or receives next;
-elsewhere (gloo) one thread for each rank from which messages come waits for them. A send returns at once. Its tensors are kept
-until they have left; as works of gloo do not tell when that is, a rank that has more messages on their way to another than the
-schedule has microbatches in flight waits for the oldest of them, which the other rank must have used.
+Where a group's works tell whether they have ended (shm, on the CPU), the receives of a message are started by whoever sends or
+receives next; elsewhere (gloo, accelerators) one thread for each rank from which messages come waits for them. A send returns
+at once. Its tensors are kept until they have left; as works of gloo do not tell when that is, a rank that has more messages on
+their way to another than the schedule has microbatches in flight waits for the oldest of them, which the other rank must have
+used.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class StageTransfers:
         self._group, self._rank_of, self._device = group, rank_of, device
         kinds = {torch.device(each).type for each in getattr(group, "_device_types", ["cpu"])}
         self._header_device = torch.device("cpu") if "cpu" in kinds or not kinds else device
-        self._polls = bool(getattr(group, "works_tell_their_end", False))
+        # Tensors on accelerators travel through another group, whose works do not.
+        self._polls = self._device.type == "cpu" and bool(getattr(group, "works_tell_their_end", False))
         self._threads: dict[int, SerialThread] = {}
         self._polled: dict[int, _PolledReceive] = {}  # by rank: the last one
         self._expected: dict[int, deque[StageMessage]] = defaultdict(deque)
