@@ -43,7 +43,7 @@ RING_OFFSET: Final = ONE_SHOT_OFFSET + NUM_ONE_SHOT_AREAS * ONE_SHOT_BYTES
 RING_BYTES: Final = 32 * 1024 * 1024  # default size of the ring, through which large tensors pass in chunks
 MAIL_OFFSET: Final = RING_OFFSET + RING_BYTES
 MAIL_BYTES: Final = 8 * 1024 * 1024  # a page, then two rings for each receiver; only what is written to is committed
-_MESSAGES_BYTES: Final = 64 * 1024  # most for messages from one rank to another
+_MESSAGES_BYTES: Final = 1024 * 1024  # most for messages from one rank to another, with small payloads
 _PAYLOADS_BYTES: Final = 256 * 1024  # most for large payloads; more would leave the cache
 MAIN_BYTES: Final = MAIL_OFFSET + MAIL_BYTES
 
@@ -184,7 +184,8 @@ def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[
 def mail_ring_bytes(size: int) -> tuple[int, int]:
     """Return the sizes of the rings from one rank to another in a group of ``size`` ranks: for messages, for payloads."""
     share = (MAIL_BYTES - CONTROL_BYTES) // size
-    return min(_MESSAGES_BYTES, share // 5 // 64 * 64), min(_PAYLOADS_BYTES, share * 4 // 5 // 64 * 64)
+    payloads = min(_PAYLOADS_BYTES, share * 4 // 5 // 64 * 64)
+    return min(_MESSAGES_BYTES, (share - payloads) // 64 * 64), payloads
 
 
 def make_mail(rank: int, mains: Sequence[int], sockets: Sequence[int]) -> Mail:

@@ -26,7 +26,7 @@ DONE: Final = 3  # receiver -> sender: number of a send whose whole payload has 
 DIFFERS: Final = 4  # receiver -> sender: number of the send, number of elements that the receive expects
 GIVEN_UP: Final = 5  # number of a send that one side aborted; 1 if the sender did, 0 if the receiver did
 PULLED: Final = 128  # on the receiver: number of the send whose payload has arrived
-MOST_ALONG_BYTES: Final = 16 << 10  # at most so large a payload is sent with its offer
+MOST_ALONG_BYTES: Final = 256 << 10  # a payload up to this size is sent with its offer: it waits for nobody
 TAGS: Final = range(-(1 << 63), 1 << 63)  # a tag must fit into a message
 
 DTYPE_NAMES: Final = tuple(
