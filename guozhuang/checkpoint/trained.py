@@ -320,8 +320,8 @@ def _exchange_state(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _owner(model: Any, optimizer: Any) -> Any:
-    """Return the object that saves the exchange's state: the wrapper, or the sharded optimizer."""
-    return next((each for each in (model, optimizer) if hasattr(type(each), "exchange_state_dict")), None)
+    """Return the object that saves the exchange's state: the sharded optimizer, also of a divided model, or the wrapper."""
+    return next((each for each in (optimizer, model) if hasattr(type(each), "exchange_state_dict")), None)
 
 
 def _load_exchange(model: Any, optimizer: Any, saved: Mapping[str, Any], same_run: bool) -> str:

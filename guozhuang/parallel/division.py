@@ -316,12 +316,16 @@ def take_first(
         tensors: the ranks that hold slices of matrices; None: none are cut. They hold all others alike.
         among: returns the group of the stages that hold a parameter together.
     """
-    known = [(division_of(p), value) for p in parameters if (value := value_of(p)) is not None]
-    held = [(d, value) for d, value in known if d is None or d.is_owned]
+    known = [(p, division_of(p), value) for p in parameters if (value := value_of(p)) is not None]
+    # Sparse gradients are averaged exactly, in the same order everywhere.
+    held = [(p, d, v) for p, d, v in known if v.layout == torch.strided and (d is None or d.is_owned)]
     if tensors is not None:
-        broadcast_tensors([value for d, value in held if d is None or d.dim is None], tensors, source=0)
-    for division, value in held:
-        if division is not None and division.owners is not None and len(division.owners) > 1:
+        broadcast_tensors([value for _, d, value in held if d is None or d.dim is None], tensors, source=0)
+    for parameter, division, value in held:
+        # A stage of frozen layers alone exchanges nothing and does not come here, so nobody waits for it.
+        is_tied = division is not None and division.owners is not None and len(division.owners) > 1
+        if is_tied and parameter.requires_grad:
+            assert division is not None and division.owners is not None
             broadcast_tensors([value], among(division.owners), source=0)
 
 

@@ -95,12 +95,13 @@ class EqualBatches:
 
     Args:
         axes: the groups of the layout.
+        device: where checksums are exchanged: that of the parameters, which the groups serve.
     """
 
     _NUM_WORDS = 16  # of 8 bytes: one for each input, as far as they reach; the last one is for all others
 
-    def __init__(self, axes: Axes) -> None:
-        self._group = axes.group(*MODEL_AXES)
+    def __init__(self, axes: Axes, device: torch.device) -> None:
+        self._group, self._device = axes.group(*MODEL_AXES), device
         self._is_pipeline = (
             self._group is not None and axes.size("pp") == self._group.size()
         )  # and divided in no other way
@@ -155,8 +156,8 @@ class EqualBatches:
         return check
 
     def _digest(self, inputs: Any) -> tuple[Tensor, list[str]]:
-        """Return checksums of the inputs, on the device where they are, and a line for each of them."""
-        words, lines, device = [0] * self._NUM_WORDS, [], torch.device("cpu")
+        """Return checksums of the inputs, on the device of the parameters, and a line for each of them."""
+        words, lines = [0] * self._NUM_WORDS, []
         later: list[tuple[int, Tensor]] = []
         for i, (path, leaf) in enumerate(_pytree.tree_leaves_with_path(inputs)):
             place = min(i, self._NUM_WORDS - 1)
@@ -165,17 +166,14 @@ class EqualBatches:
             lines.append(line)
             if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_meta or not leaf.numel():
                 continue
-            flat = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).detach().contiguous().view(-1)
-            octets = flat.view(torch.uint8)
+            octets = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
             if leaf.device.type == "cpu":
                 words[place] = zlib.crc32(octets.numpy().data, words[place])
-                continue
-            device = leaf.device
-            numbers = octets.view(torch.int64) if len(octets) % 8 == 0 else octets.long()
-            later.append((place, (numbers * torch.arange(1, 2 * len(numbers), 2, device=device)).sum()))
-        found = torch.tensor(words).to(device, non_blocking=True)
+            else:
+                later.append((place, _checksum(octets)))
+        found = torch.tensor(words).to(self._device, non_blocking=True)
         for place, value in later:
-            found[place] += value
+            found[place] += value.to(self._device)
         return found, lines
 
     def _check(self, found: Tensor, lines: Sequence[str]) -> None:
@@ -195,11 +193,21 @@ class EqualBatches:
         raise MismatchError(f"{text}\n{table}")
 
 
+def _checksum(octets: Tensor) -> Tensor:
+    """Return a sum over the bytes that depends on their order, computed on their device: 0-dimensional, int64."""
+    if len(octets) % 8:
+        numbers = octets.long()
+    else:  # rows in the middle of a tensor may begin where no number of 8 bytes does
+        numbers = (octets if octets.storage_offset() % 8 == 0 else octets.clone()).view(torch.int64)
+    return (numbers * torch.arange(1, 2 * len(numbers), 2, device=octets.device)).sum()
+
+
 def _kind(leaf: object) -> str:
     if isinstance(leaf, Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-    text = repr(leaf)  # the text of an object may tell its address, which differs between ranks
-    return text[:60] if " at 0x" not in text else type(leaf).__qualname__
+    # The text of any other object may tell an address, a device or an order that differs between ranks.
+    is_plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype)
+    return repr(leaf)[:60] if is_plain or type(leaf).__module__ == "numpy" else type(leaf).__qualname__
 
 
 @dataclass
@@ -227,7 +235,7 @@ class Divided:
     before_batch: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
-        self.batches = EqualBatches(self.axes)
+        self.batches = EqualBatches(self.axes, next((p.device for p in self.model.parameters()), torch.device("cpu")))
 
     def drawing(self) -> AbstractContextManager[None]:
         """Return the context in which the model is called: random operations draw there as in one process."""

@@ -257,6 +257,8 @@ class ShardedOptimizer(WrappedOptimizer):
 
         Every rank must call; each saves its own.
         """
+        if self._is_later:
+            return dict(self._saved_exchange)
         used = self.carrier.exchanging
         return {} if used is None else used.state_dict()
 

@@ -164,7 +164,9 @@ class PreparedParallel(StandsForModule):
 
     def exchange_state_dict(self) -> dict[str, Any]:
         """Return the state of the exchange of gradients between the copies of the model. Every rank must call it."""
-        return {} if self._inside is None else self._inside.exchange_state_dict()
+        if self._inside is None:  # what was loaded waits for the first forward
+            return dict(self.__dict__.get("_saved_exchange", {}))
+        return self._inside.exchange_state_dict()
 
     def load_exchange_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue from what :meth:`exchange_state_dict` returned on this rank. Every rank must call it."""

@@ -290,6 +290,38 @@ def test_what_ranks_hold_alike_stays_alike_where_exchanges_round(strategy: str, 
         assert own.keys() == start[0].keys()
 
 
+class HalfFrozen(Tagger):
+    """Trains its first half alone: the last stage of two trains nothing, and holds a tied matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.blocks[:2].requires_grad_(True)
+
+
+class SparseWords(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "strategy", "sizes"), [(HalfFrozen, "local-sgd", "pp=2,dp=2"), (SparseWords, "quantize8", "dp=2,tp=2")]
+)
+def test_frozen_stages_and_sparse_gradients_stay_alike(
+    kind: type[Tagger], strategy: str, sizes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Tagger", kind)
+
+    def make(parameters: Any) -> Optimizer:
+        return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)
+
+    found = run_threads(lambda rank, size: trained(rank, strategy, of(sizes), STEPS, make), of(sizes).size)
+    for _, agreed, _ in found:
+        assert all(torch.equal(value, found[0][1][name]) for name, value in agreed.items())
+
+
 class Shampoo(Optimizer):
     """Multiplies gradients by inverses of sums of their products; its state has matrices in a list."""
 

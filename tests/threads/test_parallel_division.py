@@ -7,9 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from guozhuang.errors import UsageError
+from guozhuang.errors import MismatchError, UsageError
+from guozhuang.optim.divided import DividedOptimizer
 from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.division import Division, disown, divide, division_of, norm_of, norms_of, part, whole
+from guozhuang.parallel.prepare import EqualBatches, _checksum
+from guozhuang.parallel.spans import parts, take
+from guozhuang.sharding import shard
+from guozhuang.sharding.elementwise import choose_keepers
 from guozhuang.world.layout import Layout
 
 from .ranks import run_threads
@@ -129,5 +134,68 @@ def test_norm_of_complex_parts() -> None:
         parameter = nn.Parameter(whole_one.clone())
         divide(parameter, 0, SPANS[0][rank], make_axes(Layout(tp=2)).group("tp"))
         torch.testing.assert_close(norm_of([parameter], [parameter], 3.0), whole_one.abs().double().norm(3.0))
+
+    run_threads(on_rank, 2)
+
+
+MATRICES = ((6, 5, 0), (5, 9, 1), (3, 4, 0), (3, 3, None), (7, 3, 1))  # their shapes, and the dim that is cut
+
+
+def muon(steps: int, axes: Any = None, is_sharded: bool = False) -> list[torch.Tensor]:
+    """Matrices after some steps, of which some have no gradient: of one process, or of slices of ranks."""
+    model = nn.ParameterList(values(rows, columns) for rows, columns, _ in MATRICES)
+    group = axes and axes.group("tp")
+    for p, (_, _, dim) in zip(model, MATRICES, strict=True):
+        if group is not None and dim is not None:
+            divide(p, dim, [parts(p.shape[dim], group.size())[group.rank()]], group)
+    stepped: Any = torch.optim.Muon(model.parameters(), lr=0.02)
+    if group is not None:
+        choose_keepers(stepped, axes.size("dp") if is_sharded else 1)
+        if is_sharded:
+            stepped = shard(model, stepped, axes.group("dp"))[1]
+        else:
+            stepped = DividedOptimizer(stepped, (group,), needs_whole=True)
+    for step in range(steps):
+        for i, (p, (rows, columns, _)) in enumerate(zip(model, MATRICES, strict=True)):
+            gradient, division = values(columns + step, rows).t()[:, :columns], division_of(p)
+            if division is not None and division.dim is not None:
+                gradient = take(gradient, division.dim, division.spans)
+            p.grad = None if i == step else gradient.clone()
+        stepped.step()
+    return [p.detach() if (d := division_of(p)) is None else whole(p, d) for p in model]
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_sharded"),
+    [
+        pytest.param(Layout(tp=3), False, marks=pytest.mark.slow),
+        pytest.param(Layout(dp=2, tp=2), False, marks=pytest.mark.slow),
+        (Layout(dp=2, tp=2), True),
+        pytest.param(Layout(dp=2, tp=3), True, marks=pytest.mark.slow),
+    ],
+)
+def test_matrices_in_slices_are_stepped_to_the_same_bits(layout: Layout, is_sharded: bool) -> None:
+    """With equal gradients a step of slices, of uneven length too, is that of whole matrices, though it rounds to bfloat16."""
+    wanted = muon(4)
+    for found in run_threads(lambda rank, size: muon(4, make_axes(layout), is_sharded), layout.size):
+        for value, whole_one in zip(found, wanted, strict=True):
+            assert torch.equal(value, whole_one)
+
+
+def test_only_batches_that_differ_are_told_apart() -> None:
+    """Views, and objects whose texts differ between ranks, are no other batch."""
+    rows = torch.arange(30.0).view(10, 3)
+    assert _checksum(rows[1:3].view(-1).view(torch.uint8)) == _checksum(rows[1:3].clone().view(-1).view(torch.uint8))
+    assert _checksum(rows.view(-1).view(torch.uint8)) != _checksum(rows.flip(0).view(-1).view(torch.uint8))
+
+    def on_rank(rank: int, size: int) -> None:
+        batches = EqualBatches(make_axes(Layout(tp=2)), torch.device("cpu"))
+        where, names = torch.device("cuda", rank), {"a"} if rank else {"b"}
+        numbers = torch.view_as_complex(rows[:, :2].contiguous()).conj()
+        with batches.compared((rows[1:3], numbers, numbers.imag, rows[:0]), {"where": where, "names": names}):
+            pass
+        for other in (rows[rank:], numbers[rank], -0.0 if rank else 0.0, "ab"[rank], None if rank else rows):
+            with pytest.raises(MismatchError, match="input 0 of the model differs"), batches.compared((other,), {}):
+                pass
 
     run_threads(on_rank, 2)

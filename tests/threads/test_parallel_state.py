@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from guozhuang.checkpoint.trained import _owner
 from guozhuang.errors import UsageError
 from guozhuang.optim.divided import DividedOptimizer
 from guozhuang.parallel.axes import Axes, make_axes
@@ -19,6 +20,7 @@ from guozhuang.parallel.prepare import _watch_norms
 from guozhuang.parallel.state import gather_states
 from guozhuang.world.layout import MODEL_AXES, Layout
 
+from . import test_hybrid_strategies as hybrid
 from .ranks import run_threads
 
 STEPS = 3
@@ -202,3 +204,24 @@ def test_a_state_of_another_shape_has_no_whole_form() -> None:
             optimizer.state_dict()
 
     run_threads(on_rank, 2)
+
+
+@pytest.mark.slow
+def test_the_state_of_an_exchange_waits_for_the_stages() -> None:
+    """It is saved again as it was loaded, and by a checkpoint as that of the sharded optimizer."""
+
+    def on_rank(rank: int, size: int) -> None:
+        layout, saved = hybrid.of("pp=2,dp=2"), []
+        for _ in range(2):
+            model = hybrid.made()
+            wrapped, stepped = hybrid.prepared(rank, model, hybrid.SGD(model.parameters()), "sharded-quantize8", layout)
+            assert _owner(wrapped, stepped) is stepped
+            if saved:
+                stepped.load_exchange_state_dict(saved[0])
+                assert stepped.exchange_state_dict() == saved[0]
+            hybrid.norm_of_step(wrapped, 0, layout.coordinate(rank)["dp"], layout.dp)
+            stepped.step()
+            saved.append(stepped.exchange_state_dict())
+        assert [each["step"] for each in saved] == [1, 2]
+
+    run_threads(on_rank, 4)
