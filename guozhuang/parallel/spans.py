@@ -27,6 +27,14 @@ def take(whole: Tensor, dim: int, spans: Iterable[Span]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [whole.narrow(dim, 0, 0)], dim)
 
 
+def memory_format(tensor: Tensor) -> torch.memory_format:
+    """Return in which order the dimensions of an image lie in memory."""
+    for dims, found in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == dims and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=found):
+            return found
+    return torch.contiguous_format
+
+
 @dataclass(frozen=True)
 class SpansOfRanks:
     """How a dimension is divided over ranks.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +38,21 @@ def answers_for_all(x: Any) -> Any:
     return x * (2.0 if same == (False, True) else 3.0) * num_positive * x.new_full((2, 1, 1, 1), 0.5)
 
 
+def changed_in_a_view(x: Any) -> Any:
+    x = F.conv_transpose2d(x, torch.ones(4, 4, 3, 3).to(x), padding=1)
+    x.flatten(2).mul_(2.0)
+    resized = F.interpolate(x, scale_factor=2, mode="bilinear")
+    resized.flatten(2).mul_(2.0)
+    turned = x.roll(1, 2)
+    turned.flatten(2).mul_(2.0)
+    return x + resized[:, :, ::2, ::2] + turned
+
+
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "copies that change": lambda x: torch.cat([x]).mul_(2.0) + F.interpolate(x, size=(13, 9)).mul_(3.0) + x,
+    "views that change": changed_in_a_view,
+    "counts": lambda x: x * x.relu().count_nonzero(1, 2)[:, None, None],
+    "a table of pixels": lambda x: x + F.embedding(torch.tensor([0, 2, 1]), x.mean(0).flatten(1).mT).sum(),
     "renorm": lambda x: x.renorm(2, 1, 1.0),
     "two functions of one name": two_functions_of_one_name,
     "answers for all elements": answers_for_all,
@@ -59,12 +74,27 @@ def change_rows(x: Any, rows: Any) -> Any:
     return x * 1.0
 
 
+def change_features(x: Any) -> Any:
+    x.flatten(1)[:, 2:].mul_(3.0)
+    return x * 1.0
+
+
+def change_after(x: Any, rows: Any) -> Any:
+    picked = x[:, :, rows]
+    x += 1.0
+    return picked * 1.0
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rows in place": (
         lambda x: change_rows(x, slice(1, 5)),
         "in place of rows picked from an activation would be lost",
     ),
     "one row in place": (lambda x: change_rows(x, 3), "in place what it picked from an activation"),
+    "a view of the whole in place": (change_features, "in place what it picked from an activation"),
+    "in place behind a view": (lambda x: change_after(x, 3), "of which the model has picked a view before"),
+    "in place behind rows": (lambda x: change_after(x, slice(1, 5)), "of which the model has picked a view before"),
+    "strides in memory": (lambda x: x.as_strided((2, 2), (1, 2)), "as_strided of an activation.*lie on several ranks"),
     "gradient": (lambda x: torch.autograd.grad(x.sum(), x)[0], "grad of an activation.*taken for the whole one"),
     "checkpoint": (lambda x: checkpoint(torch.relu, x, use_reentrant=True), "with use_reentrant=False"),
 }

@@ -12,7 +12,7 @@ from ...errors import UsageError, explain
 from ..random import divided as draws_part
 from ..random import undivided
 from .names import changes_in_place, name_of, words
-from .tensor import DividedTensor, all_whole, cut_where_it_meets, divided_among, handles
+from .tensor import DividedTensor, all_whole, cut_where_it_meets, divided_among, handles, whole_of
 
 
 @handles("elementwise")  # the handler of all that are, whatever their names
@@ -59,14 +59,17 @@ def check_change(divided: DividedTensor) -> None:
     local = divided.local
     if local.is_inference():
         return
-    why = getattr(local if local._base is None else local._base, "change_is_lost", None)
+    base = local if local._base is None else local._base
+    why = getattr(base, "change_is_lost", None)
+    if any(part is base for *_, parts in divided.place.ranks.copies for part in parts):
+        why = "an activation of which the model has picked a view before"
     if why is not None:
         what, fix = (
             f"a change in place of {why} would be lost",
             "use an operation that returns its result, or train with",
         )
         value, rank = tuple(divided.shape), divided.place.ranks.rank
-        raise UsageError(explain(what, value=value, rank=rank, fix=f"{fix} another strategy than space"))
+        raise UsageError(explain(what, value=value, rank=rank, fix=f"{fix} another strategy"))
 
 
 @handles("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
@@ -129,7 +132,7 @@ def dims_of(name: str, num_dims: int, args: tuple[Any, ...], kwargs: dict[str, A
     given = kwargs.get(
         "dim", kwargs.get("dims", kwargs.get("axis", args[place - 1] if len(args) >= place else default))
     )
-    if name == "flip" and len(args) > 1:
+    if name in ("flip", "count_nonzero") and len(args) > 1:
         given = args
     if not isinstance(given, int | tuple | list) or isinstance(given, bool):
         return None
@@ -176,10 +179,11 @@ def _embed(
     scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> Any:  # fmt: skip
     """Look up each place; what depends on all of them (how often each number occurs) needs the whole."""
-    ids = input if isinstance(input, DividedTensor) else weight  # torch.embedding takes them in the other order
+    ids = input if func is F.embedding else weight  # torch.embedding takes them in the other order
     if max_norm is not None or scale_grad_by_freq or not isinstance(ids, DividedTensor):
         return NotImplemented
-    return ids.like(func(*(ids.local if each is ids else each for each in (input, weight)), padding_idx, sparse=sparse))
+    local = [each.local if each is ids else whole_of(each) for each in (input, weight)]
+    return ids.like(func(*local, padding_idx, sparse=sparse))
 
 
 @handles("one_hot")

@@ -17,10 +17,8 @@ one's own.
 from __future__ import annotations
 
 import abc
-import copy
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -28,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
 from ...errors import UsageError, explain
 from ...world.versions import reduce_scatter_single
-from ..spans import Span, SpansOfRanks
+from ..spans import Span, SpansOfRanks, memory_format
 from .names import DESCRIBES, is_elementwise, name_of
 
 #: Takes an operation and its arguments, and returns the result, or NotImplemented for arguments that it is not for.
@@ -44,7 +43,7 @@ _REFUSED = {
     "register_hook": "the gradient of a part of it would reach the hook",
     "retain_grad": "the gradient of a part of it would be kept",
     "register_post_accumulate_grad_hook": "it is no parameter",
-    **dict.fromkeys(("data_ptr", "untyped_storage", "set_", "resize_"), "its parts lie on several ranks"),
+    **dict.fromkeys(("data_ptr", "untyped_storage", "set_", "resize_", "as_strided"), "its parts lie on several ranks"),
 }
 
 
@@ -56,13 +55,20 @@ class Ranks(abc.ABC):
         rank, size: this rank in the group, and how many they are.
         handlers: what these ranks do with operations before the handlers for all divided tensors are asked.
         with_gradients: whether the running forward was called with gradients enabled.
+        is_running: whether a forward is running.
+        copies: views of gathered copies that the running forward has made, their versions then, and what was gathered.
     """
 
     handlers: ClassVar[dict[str, Handler]] = {}
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.with_gradients = False
+        self.with_gradients = self.is_running = False
+        self.copies: list[tuple[Tensor, int, list[Tensor]]] = []
+
+    def begin(self, is_running: bool = True) -> None:
+        """Begin a forward, or end it."""
+        self.with_gradients, self.is_running, self.copies = torch.is_grad_enabled(), is_running, []
 
     def spans(self, length: int) -> SpansOfRanks:
         """Return how a dimension of this size is divided now."""
@@ -86,6 +92,31 @@ class Ranks(abc.ABC):
     def refuse_function(self, first: DividedTensor, name: str) -> NoReturn:
         """Raise the error for a ``torch.autograd.Function`` of the model that got an activation."""
 
+    def computed_on_copies(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an operation on gathered copies. In one process, what is a view of them would be one of the activation."""
+        copied = all_whole((args, kwargs))
+        found = func(*copied[0], **copied[1])
+        pairs = zip(tree_iter((args, kwargs)), tree_iter(copied), strict=True)
+        bases = {id(_base(copy)): each.local for each, copy in pairs if type(each) is DividedTensor}
+        for each in tree_iter(found):
+            if isinstance(each, Tensor) and id(_base(each)) in bases:
+                self.watch(each, bases.values())
+        return found
+
+    def watch(self, copy: Tensor, parts: Iterable[Tensor]) -> None:
+        """Watch a copy that is a view of an activation in one process: neither may be changed in place and the other used."""
+        if self.is_running and not copy.is_inference():
+            self.copies.append((copy, copy._version, [_base(each) for each in parts]))
+
+    def check_copies(self, used: Any) -> None:
+        """Refuse to use an activation after a change in place of a view of a copy: it did not change with it."""
+        bases = [_base(each.local) for each in divided_among(used)]
+        for view, version, parts in self.copies:
+            if view._version != version and any(part is base for part in parts for base in bases):
+                what = "the model has changed in place what it picked from an activation; the activation did not change with it"
+                fix = "use an operation that returns its result, or train with another strategy"
+                raise UsageError(explain(what, value=tuple(view.shape), rank=self.rank, fix=fix))
+
     def gathered(self, local: Tensor, dim: int, spans: SpansOfRanks) -> Tensor:
         """Return the whole of a divided tensor, without a gradient. Every rank must call it."""
         return spans.gathered(local, dim, self.group).contiguous(memory_format=memory_format(local))
@@ -106,6 +137,10 @@ class Ranks(abc.ABC):
         if not tensor.is_meta:
             dist.all_reduce(tensor, op, group=self.group)
         return tensor
+
+
+def _base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 class Place(NamedTuple):
@@ -223,7 +258,7 @@ class DividedTensor(Tensor):
         if handlers is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        _check(first, name, func, kwargs)
+        _check(first, name, func, args, kwargs)
         for handler in handlers:
             found = handler(func, *args, **kwargs)
             if found is not NotImplemented:
@@ -286,9 +321,11 @@ def divided_among(arguments: Any) -> Iterator[DividedTensor]:
         yield from divided_among(list(arguments.values()))
 
 
-def _check(first: DividedTensor, name: str, func: Any, kwargs: dict[str, Any]) -> None:
+def _check(first: DividedTensor, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Refuse what cannot be right."""
     ranks = first.place.ranks
+    if ranks.copies:
+        ranks.check_copies((args, kwargs))
     why = _REFUSED.get(name) or ("it is an activation inside the model" if name.endswith(" =") else None)
     if kwargs.get("out") is not None:
         why = "the result of out= would be parts of several ranks"
@@ -312,14 +349,6 @@ def _running_function() -> str | None:
                 return type(first).__name__.removesuffix("Backward")
         frame = frame.f_back  # type: ignore[assignment]
     return None
-
-
-def memory_format(tensor: Tensor) -> torch.memory_format:
-    """Return in which order the dimensions of an image lie in memory."""
-    for dims, found in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if tensor.dim() == dims and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=found):
-            return found
-    return torch.contiguous_format
 
 
 class _Gather(torch.autograd.Function):
@@ -349,6 +378,8 @@ def whole_of(value: Any, equal: bool = False) -> Any:
     if type(value) is not DividedTensor:
         return value
     place, local, dim = value.place, value.local, value.place.dim
+    if place.ranks.copies:
+        place.ranks.check_copies(value)
     if place.is_folded:
         local, dim = local.unflatten(dim, (place.outer, -1, place.inner)), dim + 1
     whole: Tensor = _Gather.apply(local, dim, place.spans, place.ranks, equal)  # type: ignore[no-untyped-call]
@@ -385,34 +416,3 @@ def cut_where_it_meets(value: Any, place: Place, position: int) -> Any:
         what = f"a tensor of shape {tuple(value.shape)} must match the size of another in dimension {position}: {place.size}"
         raise RuntimeError(what)
     return place.cut(value, position)
-
-
-def whole_output(value: Any) -> Any:
-    """Gather the divided tensors in a model's outputs, for a loss that all ranks compute alike. Containers keep their types."""
-    if isinstance(value, Tensor):
-        return whole_of(value, equal=True)
-    if isinstance(value, Mapping):
-        return _changed(value, {key: whole_output(each) for key, each in value.items()}, value.__getitem__, _set_item)
-    if isinstance(value, tuple | list):
-        found = [whole_output(each) for each in value]
-        if all(one is other for one, other in zip(found, value, strict=True)):
-            return value
-        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {each.name: whole_output(getattr(value, each.name)) for each in dataclasses.fields(value)}
-        return _changed(value, parts, lambda name: getattr(value, name), object.__setattr__)
-    return value
-
-
-def _changed(value: Any, parts: dict[Any, Any], get: Callable[[Any], Any], put: Callable[[Any, Any, Any], None]) -> Any:
-    """Return the container, or a copy of it in which the parts that differ are replaced."""
-    differing = {key: part for key, part in parts.items() if part is not get(key)}
-    if differing:
-        value = copy.copy(value)
-        for key, part in differing.items():
-            put(value, key, part)
-    return value
-
-
-def _set_item(value: Any, key: Any, part: Any) -> None:
-    value[key] = part

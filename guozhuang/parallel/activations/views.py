@@ -56,7 +56,21 @@ def _view(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     if place is None:
         return NotImplemented
     local = [*shape[: place.dim], place.local_size, *shape[place.dim + 1 :]]
-    return DividedTensor(input.local.reshape(local), place)
+    found = input.local.reshape(local)
+    # Of one place the part may be viewed so where the whole is copied: what the model then changes in place is no view.
+    is_copy = input.place.local_size == 1 and not _can_be_viewed(input, shape)
+    return DividedTensor(found.clone() if is_copy else found, place)
+
+
+def _can_be_viewed(input: DividedTensor, shape: torch.Size) -> bool:
+    """Return whether the whole tensor, with its dimensions in memory in the order of the part's, has a view of this shape."""
+    strides, sizes = input.local.stride(), input.local.shape
+    order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], sizes[dim] == 1))
+    try:
+        torch.empty_permuted(input.shape, order, device="meta").view(shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 @handles("expand", "expand_as", "broadcast_to", "repeat", "tile")
@@ -122,7 +136,7 @@ def _join(func: Any, tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> 
     if not is_stack:
         tensors = [each for each in tensors if tuple(each.shape) != (0,)]  # which torch allows anywhere
         if len(tensors) == 1:
-            return lead
+            return lead.like(lead.local.clone())
         if dim == lead.at:
             return NotImplemented
     local = func([cut_where_it_meets(each, lead.place, lead.position) for each in tensors], dim=dim)

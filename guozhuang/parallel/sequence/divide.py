@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map
 
 from ...errors import UsageError, explain
 from ...groups.subgroups import twin
-from ..activations.tensor import DividedTensor, Place, whole_output
+from ..activations.outputs import whole_output
+from ..activations.tensor import DividedTensor, Place
 from ..axes import Around, Axes, with_mean_gradient
 from ..pipeline.blocks import find_blocks
 from ..spans import SpansOfRanks
@@ -89,7 +90,7 @@ class _ModelCall:
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.team.in_blocks.clear()
-        self.team.with_gradients = torch.is_grad_enabled()
+        self.team.begin()
         self._seen.clear()
 
         def alike(each: Any) -> Any:
@@ -105,7 +106,9 @@ class _ModelCall:
             )
             fix = "take another strategy; the strategy space divides images"
             raise UsageError(explain(what, rank=self.team.rank, fix=fix))
-        return whole_output(outputs)
+        outputs = whole_output(outputs)
+        self.team.begin(is_running=False)
+        return outputs
 
     def divide(self, hidden: Any, name: str, dim: int) -> Any:
         """Divide what a block gets, unless it is divided already or has too few tokens for the ranks: they all compute them."""

@@ -47,7 +47,7 @@ class Team(Ranks):
         """Compute it on whole tensors outside of blocks; refuse it inside of them, where it may join tokens."""
         if self.in_blocks or changes_in_place(name):
             self.refuse_model(f"the operation {name.strip('_')!r}")
-        return func(*all_whole(args), **all_whole(kwargs))
+        return self.computed_on_copies(func, args, kwargs)
 
     @override
     def refuse(self, first: DividedTensor, name: str, why: str) -> NoReturn:

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ...errors import UsageError, explain
 from ..activations.elementwise import mark_lost
-from ..activations.tensor import DividedTensor, Place, divided_among, whole_output
+from ..activations.outputs import whole_output
+from ..activations.tensor import DividedTensor, Place, divided_among
 from ..axes import Around, Axes, with_mean_gradient
 from . import convolutions, norms, pooling, resample, rows
 from .region import Region
@@ -48,15 +49,16 @@ def divide_space(model: nn.Module, axes: Axes) -> Around:
         raise UsageError(explain(what, value=names[0], fix="leave nn.BatchNorm as it is"))
 
     def inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        region.with_gradients, region.is_running, region.picked = torch.is_grad_enabled(), True, []
+        region.begin()
         found = tree_map(lambda each: _divided(each, region), (args, dict(kwargs)))
         if next(divided_among(found), None) is None:
             _refuse_inputs(args, kwargs, region)
         return found  # type: ignore[no-any-return]
 
     def outputs(result: Any) -> Any:
-        region.check_picked()
-        return whole_output(result)
+        result = whole_output(result)
+        region.begin(is_running=False)
+        return result
 
     # Before whoever wraps the model sees its outputs, such as data parallelism around it.
     model.register_forward_hook(_whole_after)

@@ -35,7 +35,9 @@ class _Convolution:
     def forward(self, rows: Tensor, *tensors: Tensor | None) -> Tensor:
         """Convolve."""
         found: Tensor = torch.ops.aten.convolution(rows, *tensors, *self._numbers)
-        return found.narrow(*self._keep) if self._keep else found
+        # Not a view of more: what the model sees as lying together does so, and a view of it changes with it.
+        is_all = self._keep is None or found.shape[self._keep[0]] == self._keep[2]
+        return found if is_all else found.narrow(*self._keep).clone()  # type: ignore[misc]
 
     def backward(
         self, gradient: Tensor, rows: Tensor, tensors: Sequence[Tensor | None], needed: Sequence[bool]

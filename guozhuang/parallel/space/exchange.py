@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..activations.tensor import Ranks, memory_format
+from ..activations.tensor import Ranks
+from ..spans import memory_format
 from .ranges import RowPlan
 
 

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from ...errors import UsageError, explain
 from ..activations.names import changes_in_place
-from ..activations.tensor import DividedTensor, Handler, Place, Ranks, all_whole, divided_among, handles
+from ..activations.tensor import DividedTensor, Handler, Place, Ranks, divided_among, handles
 
 _log = logging.getLogger("guozhuang")
 _OTHERWISE = "train with another strategy than space"
@@ -22,8 +22,6 @@ _INSTEAD = {
     "CheckpointFunction": "call torch.utils.checkpoint with use_reentrant=False",
     "BackwardHookFunction": "remove the backward hooks of modules inside of the model",
 }
-# Operations whose result is a view in PyTorch, so that a model may change the activation by changing the result.
-_PICKS = {"__getitem__", "select", "unbind", "narrow", "chunk", "split", "tensor_split", "split_with_sizes", "diagonal"}
 
 
 class Region(Ranks):
@@ -32,17 +30,14 @@ class Region(Ranks):
     Attributes:
         num_dims: the number of spatial dimensions of the model's images.
         named: operations that were named in the log already.
-        is_running: whether a forward is running.
-        picked: what the running forward has picked from whole copies of activations, and its version then.
     """
 
     handlers: ClassVar[dict[str, Handler]] = {}
 
     def __init__(self, group: dist.ProcessGroup, num_dims: int) -> None:
         super().__init__(group)
-        self.num_dims, self.is_running = num_dims, False
+        self.num_dims = num_dims
         self.named: set[str] = set()
-        self.picked: list[tuple[Tensor, int]] = []
 
     @override
     def refuse(self, first: DividedTensor, name: str, why: str) -> NoReturn:
@@ -67,36 +62,23 @@ class Region(Ranks):
             if self.rank == 0:
                 what = "space: %s of shape %s is computed on the whole tensor by every rank"
                 _log.warning(f"{what}: right, but its memory is not divided", name, tuple(first.shape))
-        found = func(*all_whole(args), **all_whole(kwargs))
-        if name in _PICKS and self.is_running:
-            self.picked += [(each, each._version) for each in tree_iter(found) if _is_watched(each)]
+        found = self.computed_on_copies(func, args, kwargs)
 
         def divided(result: Any) -> Any:
             is_image = isinstance(result, Tensor) and result.dim() == first.dim()
             if not is_image or result.shape[first.at] != first.place.size:
                 return result
-            return first.like(first.place.cut(result, first.at))
+            part = first.place.cut(result, first.at)
+            # By itself, so that the whole is freed; but a view of a copy is watched for changes.
+            return first.like(part if any(result is view for view, *_ in self.copies) else part.clone())
 
         return tree_map(divided, found)
-
-    def check_picked(self) -> None:
-        """Raise if the model has changed in place what it picked from whole copies of activations in this forward."""
-        picked, self.picked, self.is_running = self.picked, [], False
-        for each, version in picked:
-            if each._version != version:
-                what = "the model has changed in place what it picked from an activation; the activation did not change with it"
-                fix = f"use an operation that returns its result, or {_OTHERWISE}"
-                raise UsageError(explain(what, value=tuple(each.shape), rank=self.rank, fix=fix))
 
 
 def made_of_rows(input: DividedTensor, local: Tensor, num_rows: int) -> DividedTensor:
     """Return a divided tensor with this many rows, in the same dimension of as many others."""
     ranks = input.place.ranks
     return DividedTensor(local, Place(input.at, ranks.spans(num_rows), ranks))
-
-
-def _is_watched(found: Any) -> bool:
-    return isinstance(found, Tensor) and not found.is_inference() and found._is_view()
 
 
 def handles_rows(*names: str) -> Callable[[Handler], Handler]:

@@ -53,10 +53,11 @@ def _interpolate(
         local = F.interpolate(local, **given, mode=mode, align_corners=align_corners)
     if rows.factor:
         first, behind = spans[region.rank]
-        local = local.narrow(input.at, first - start * rows.factor, behind - first)
+        if local.shape[input.at] != behind - first:  # not a view of more: a view of the result changes with it
+            local = local.narrow(input.at, first - start * rows.factor, behind - first).clone()
     else:
         local = rows.picked(local, input.at, spans[region.rank], start)
-    return made_of_rows(input, local, outputs[i])
+    return made_of_rows(input, local.clone() if local is input.local else local, outputs[i])
 
 
 class _Resampling:

@@ -35,6 +35,7 @@ def _pick(func: Any, input: Any, index: Any) -> Any:
     given[i] = slice(None)
     moved = _made_of(input, (RowPiece(0, rows),), len(rows))
     mark_lost(moved.local, "rows picked from an activation")
+    input.place.ranks.watch(moved.local, [input.local])
     return moved[tuple(given)]
 
 
