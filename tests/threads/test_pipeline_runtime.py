@@ -212,6 +212,24 @@ def test_only_messages_on_the_cpu_do_without_threads(monkeypatch: pytest.MonkeyP
     assert polls == [True, False]  # the works of a group for CUDA abort it if a short wait for them ends too early
 
 
+def test_a_store_that_is_gone_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(transfers, "store_of", lambda group: store)
+    group: Any = SimpleNamespace(rank=lambda: 0)
+    waits = transfers.StageTransfers(group, int, torch.device("cpu"))
+    asked: list[Any] = []
+
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            asked.append(keys)
+            raise dist.DistNetworkError("the connection was closed")
+
+    monkeypatch.setattr(transfers, "store_of", lambda group: Gone())
+    for _ in range(2):
+        waits._look(1, transfers.StageMessage(transfers.ACTIVATIONS, 1, 0, 0), "forward")
+    assert len(asked) == 1
+
+
 def _other_batches(rank: int, size: int) -> None:
     parts = {rank: Part(blocks(2)[rank], rank, 2, edges_of(2, False))}
     group = dist.group.WORLD

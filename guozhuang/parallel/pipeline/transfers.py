@@ -293,9 +293,13 @@ class StageTransfers:
     def _look(self, peer: int, message: StageMessage, why: str) -> None:
         """Say once that the process of a rank is stopped, if this node can see that."""
         store, key = store_of(self._group), f"guozhuang/pipeline/{peer}"
-        if peer in self._told or not store.check([key]):
+        try:
+            if peer in self._told or not store.check([key]):
+                return
+            process = Process.read(store.get(key).decode())
+        except RuntimeError:  # the rank that has the store is gone; the wait will name the rank that it waits for
+            self._told.add(peer)
             return
-        process = Process.read(store.get(key).decode())
         if process.node == self._process.node and state_of(process.pid, process.start) == STOPPED:
             self._told.add(peer)
             what = f"rank {peer} (pid {process.pid}) is stopped, and the {why} waits for {message}"
