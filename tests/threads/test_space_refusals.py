@@ -100,10 +100,24 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 3, 1)
+
+    def forward(self, image: Any) -> Any:
+        return self.first(image.masked_fill_(image > 0, 0.0))
+
+
 def refuses(rank: int, size: int) -> None:
     image = refuses_each(size, REFUSED.values())
     with pytest.raises(UsageError, match=r"none of the model's inputs is an image.*\(1, 3, 8, 4\) of uint8.*convert"):
         divided(nn.Conv2d(3, 3, 1), size)(image.to(torch.uint8))
+    with torch.inference_mode():  # what the forward makes has no versions, its input has
+        divided(Operation(lambda x: x.masked_fill_(image.new_ones(1) > 0, 0.0), 2), size)(image)
+        masked = Masked()
+        with pytest.raises(UsageError, match=r"the model's input, of which"):
+            divided(masked, size)(image)
     with pytest.raises(UsageError, match=r"the model's input, of which each rank has its rows, would be lost"):
         divided(nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1)), size)(image)
 

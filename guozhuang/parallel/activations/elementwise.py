@@ -33,10 +33,11 @@ def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     assert isinstance(lead, DividedTensor)
     place, position = lead.place, lead.position
     may_change = in_place or kwargs.get("inplace") or any(each is True for each in args)
-    versions = [each.local._version for each in ours] if may_change and not lead.local.is_inference() else []
+    watched = [each for each in ours if not each.local.is_inference()] if may_change else []
+    versions = [each.local._version for each in watched]
     args = tuple(cut_where_it_meets(each, place, position) for each in args)
     found = func(*args, **{key: cut_where_it_meets(each, place, position) for key, each in kwargs.items()})
-    for each, version in zip(ours, versions, strict=False):
+    for each, version in zip(watched, versions, strict=True):
         if each.local._version != version:
             check_change(each)
     if in_place:
