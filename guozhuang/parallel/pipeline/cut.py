@@ -46,7 +46,7 @@ STATE_PER_PARAMETER: Final = 2
 # Which share a stage, and a step with another number of microbatches, may be slower. See [Note: equal choices].
 _WORTH, _WORTH_MICROBATCHES = 0.03, 0.05
 # A call is timed until the two shortest times differ by this share at most, so often at most, and in so many seconds.
-_AGREES, _MOST_RUNS, _MOST_TIMED_S = 0.01, 10, 0.3
+_AGREES, _LEAST_RUNS, _MOST_RUNS, _MOST_TIMED_S = 0.01, 2, 10, 0.3
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ def measure(
     microbatches: Sequence[Microbatch],
     shapes: Mapping[str, Hashable] = MappingProxyType({}),
     around: Around = WHOLE,
+    is_alone: bool = True,
 ) -> list[list[CallCost]]:
     """Run the model on microbatches, and return for each the cost of each call in the order of the calls.
 
@@ -87,9 +88,11 @@ def measure(
         microbatches: of different sizes.
         shapes: of what each call returns, by its name; a call without them is run.
         around: divides the samples themselves.
+        is_alone: whether no other rank takes part in the calls; else each is run equally often on all of them.
     """
+    most = _MOST_RUNS if is_alone else _LEAST_RUNS
     with _unchanged(model):
-        return [_measured(model, units, each, shapes, around) for each in microbatches]
+        return [_measured(model, units, each, shapes, around, most) for each in microbatches]
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ def _measured(
     microbatch: Microbatch,
     shapes: Mapping[str, Hashable],
     around: Around,
+    most_runs: int,
 ) -> list[CallCost]:
     found: list[CallCost] = []
     alike: dict[Hashable, _Alike] = {}
@@ -113,7 +117,7 @@ def _measured(
     def on_call(name: str, unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         first = alike.get(key := _kind(name, unit, args, kwargs))
         if first is None:
-            first = alike[key] = _shortest(lambda: _run_timed(name, unit, proceed, args, kwargs))
+            first = alike[key] = _shortest(lambda: _run_timed(name, unit, proceed, args, kwargs), most_runs)
         found.append(replace(first.cost, name=name))
         return pytree.tree_map(_fresh, first.output)
 
@@ -130,13 +134,13 @@ def _measured(
     return found
 
 
-def _shortest(run: Callable[[], _Alike]) -> _Alike:
+def _shortest(run: Callable[[], _Alike], most_runs: int) -> _Alike:
     """Run until the two shortest times agree, or no time is left, and return the shortest."""
     runs: list[_Alike] = []
-    while len(runs) < 2 or (
+    while len(runs) < _LEAST_RUNS or (
         runs[1].cost.seconds > (1 + _AGREES) * runs[0].cost.seconds
         and sum(each.cost.seconds for each in runs) < _MOST_TIMED_S
-        and len(runs) < _MOST_RUNS
+        and len(runs) < most_runs
     ):
         runs = sorted([*runs, run()], key=lambda each: each.cost.seconds)
     return runs[0]
@@ -155,7 +159,7 @@ def _run_timed(name: str, unit: nn.Module, proceed: Callable[..., Any], args: An
 
     leaves: list[Tensor] = []
     args, kwargs = pytree.tree_map(lambda leaf: _fresh(_detached(leaf, leaves)), (args, kwargs))
-    clock = _busy_s if torch.get_num_threads() == 1 and not torch.accelerator.is_available() else now_s
+    clock = time.thread_time if torch.get_num_threads() == 1 and not torch.accelerator.is_available() else now_s
     began_s = clock()
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         output = proceed(*args, **kwargs)
@@ -196,11 +200,6 @@ def _detached(leaf: Any, leaves: list[Tensor]) -> Any:
         return leaf
     leaves.append(local_of(leaf).detach().requires_grad_())
     return leaf.like(leaves[-1]) if isinstance(leaf, DividedTensor) else leaves[-1]
-
-
-def _busy_s() -> float:
-    """Return for how long this thread has computed; waiting for a core that others use does not count."""
-    return time.thread_time()
 
 
 def now_s() -> float:

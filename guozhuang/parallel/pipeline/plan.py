@@ -306,7 +306,8 @@ class StagePlans:
         told: list[Any] = [None]
         if self.group.rank() == 0:  # other axes divide operations, which all of their ranks have to take part in
             shapes = {call.name: call.shapes for call in calls.calls}
-            costs = measure(self.model, self.units, list(sizes.values()), shapes, self._around)
+            is_alone = self.group.size() == self._everyone.size()
+            costs = measure(self.model, self.units, list(sizes.values()), shapes, self._around, is_alone)
             told = [(tuple(map(tuple, costs)), available_bytes())]
         dist.broadcast_object_list(told, group=self._everyone, group_src=0)
         costs, available = told[0]
