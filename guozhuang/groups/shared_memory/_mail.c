@@ -17,7 +17,6 @@
    [Note: memory order] (c) in _barrier.c. Whoever finds the word set clears it, and sends one byte through the socket of
    the pair, for which the sleeper polls. A writer that finds no room sets `blocked` in the ring in the same way, and
    the reader rings when it has made room. So nobody makes a system call while the other rank is awake. */
-#define _GNU_SOURCE
 #include "_mail.h"
 
 #include <sched.h>
