@@ -64,8 +64,8 @@ def test_a_schedule_that_waits_for_ever_is_refused_with_its_table() -> None:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     (
-        (lambda actions: actions[:-1], "microbatch 1 has FI in stage 0, in place of FB or FIW"),
-        (lambda actions: (*actions, actions[-1]), "microbatch 1 has FIWW"),
+        (lambda actions: actions[:-1], "microbatch 1 has F in stage 0, in place of FB or FIW"),
+        (lambda actions: (*actions, actions[-1]), "microbatch 1 has FBB"),
         (lambda actions: (*actions, Action("F", 1, 0)), "F1.0 stands on rank 0"),
         (lambda actions: (*actions, Action("F", 0, 7)), "there is no microbatch 7"),
     ),

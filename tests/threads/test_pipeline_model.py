@@ -269,6 +269,49 @@ def test_gradients_of_two_pipelines_are_averaged():
                 torch.testing.assert_close(parameter, one.get_parameter(name), rtol=1e-9, atol=1e-12)
 
 
+def test_hooks_of_the_script_see_the_batch():
+    """A hook of a parameter is called once a backward, and one of an output is not lost where the output is replaced."""
+
+    def hook(model):
+        calls = []
+        model.embed.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+        def double(parameter):
+            calls.append(parameter)
+            parameter.grad.mul_(2)
+
+        model.blocks[1][0].weight.register_post_accumulate_grad_hook(double)
+
+        def on_output(part, inputs, output):
+            if output.requires_grad:
+                output.register_hook(lambda gradient: gradient * 3)
+
+        model.blocks[0][0].register_forward_hook(on_output)
+        return calls
+
+    torch.manual_seed(9)
+    one = Tied().double()
+    models, ids = [copy.deepcopy(one) for _ in range(4)], tokens(8)[0][0]
+    setup = Setup(SimpleNamespace(layout=Layout(pp=2, dp=2)), wishes={"cut": ["blocks.0#2"], "num_microbatches": 2})
+
+    def rank_of(rank, size):
+        calls = hook(models[rank])
+        optimizer = torch.optim.SGD(models[rank].parameters(), lr=0.1)
+        prepared, _ = prepare_divided(models[rank], optimizer, setup, get("hybrid"))
+        for _ in range(2):
+            prepared(ids).pow(2).mean().backward()
+        return len(calls)
+
+    assert run_threads(rank_of, 4) == [2] * 4
+    hook(one)
+    for _ in range(2):
+        one(ids).pow(2).mean().backward()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(parameter.grad, one.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(3, 1), (4, 2), (3, 8)])
 @pytest.mark.parametrize("case", CASES)
@@ -470,6 +513,11 @@ class OldCheckpoint(nn.Module):
         (Changing, ["second"], "forward called third where it was to end"),
         (Sequences, None, r"first dimension, where rnn has steps of a sequence.*'LSTM on \(3, 2, 8\)'"),
         (OldCheckpoint, None, "activation checkpoint of the old kind"),
+        (
+            lambda: nn.Sequential(nn.Embedding(2, 8, scale_grad_by_freq=True), nn.Linear(8, 8)),
+            None,
+            "scale_grad_by_freq",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_named(make, cut, told):

@@ -92,7 +92,7 @@ def _train(rank: int, size: int, name: str, v: int, m: int, skips: bool) -> Any:
         run = runtime.begin([piece.clone() for piece in ROWS.tensor_split(m)])
         if name == "gpipe":
             run.execute("F")
-            run.execute("IW", seeds, lambda _: [total.clone()])
+            run.execute("BIW", seeds, lambda _: [total.clone()])
         else:
             run.execute("FBIW", seeds, lambda _: [total.clone()])
     gradients = {s: [p.grad for p in block.parameters()] for s, block in mine.items()}
@@ -228,6 +228,31 @@ def test_a_store_that_is_gone_ends_no_wait(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(2):
         waits._look(1, transfers.StageMessage(transfers.ACTIVATIONS, 1, 0, 0), "forward")
     assert len(asked) == 1
+
+
+def test_a_table_may_change_between_a_forward_and_its_backward() -> None:
+    table = nn.Embedding(5, 6, max_norm=0.5)
+    weights = DeferredWeights(table)
+    with weights.of(products := weights.begin(is_divided=False)):
+        first = table(torch.tensor([1, 2]))
+        table(torch.tensor([3]))  # makes its rows shorter
+        first.sum().backward()
+    weights.compute(products)
+    assert table.weight.grad is not None
+    assert table.weight.grad.sum(1).tolist() == [0, 6, 6, 0, 0]
+
+
+def test_a_parametrized_weight_is_computed_once_a_call() -> None:
+    found = []
+    for is_later in (False, True):
+        with GENERATOR:
+            torch.manual_seed(4)
+            layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6).double())
+        weights = DeferredWeights(layer)
+        with weights.of(weights.begin()) if is_later else contextlib.nullcontext():
+            layer(ROWS)
+        found.append(dict(layer.named_buffers())["parametrizations.weight.0._u"])
+    assert torch.equal(*found)
 
 
 def _other_batches(rank: int, size: int) -> None:

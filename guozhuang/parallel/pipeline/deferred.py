@@ -4,11 +4,11 @@
 gradient of the layer's output; nothing else waits for it. So the backward of ``nn.Linear``, and of the transposed one of GPT-2,
 is replaced by one that computes the gradient of the input and keeps the two matrices; no graph is walked twice. That of
 ``nn.Embedding`` keeps the indices and the gradient of the output, and adds its rows to ``p.grad`` later, where a backward would
-make a gradient of the whole table for each microbatch. Everything else (norms, convolutions, products under autocast) is
-computed in the first half, as usual. A hook on a parameter is to see the sum over all uses of the parameter in a backward, so
-parameters with hooks are left to the first half, which runs them as usual. A later product is added to ``p.grad`` as it is
-computed, without a matrix and a call of autograd's engine for it. Where a hook of autograd's accumulation node is to see the
-gradient, it is handed to the engine, which runs the hook.
+make a gradient of the whole table for each microbatch; this is done of backwards that are not divided, too. Everything else
+(norms, convolutions, products under autocast) is computed in the first half, as usual. A hook on a parameter is to see the sum
+over all uses of the parameter in a backward, so parameters with hooks are left to the first half. A later product is added to
+``p.grad`` as it is computed, without a matrix and a call of autograd's engine for it. Where a hook of autograd's accumulation
+node is to see the gradient, it is handed to the engine, which runs the hook.
 """
 
 from __future__ import annotations
@@ -38,9 +38,14 @@ class _LookedUp(NamedTuple):
 
 
 class _Deferred:
-    """The products of one microbatch in one stage of which the weights' gradients are to be computed later."""
+    """What the gradients of weights are to be computed from later, of one microbatch in one stage.
 
-    def __init__(self) -> None:
+    Args:
+        is_divided: products are kept, too; else only what was looked up in tables of embeddings.
+    """
+
+    def __init__(self, is_divided: bool) -> None:
+        self.is_divided = is_divided
         self.kept: list[tuple[nn.Parameter, nn.Parameter | None, ProductOperands | _LookedUp]] = []
 
 
@@ -80,7 +85,8 @@ class DeferredWeights:
     """Leaves the gradients of a model's weights for later. See [Note: divided backwards].
 
     Args:
-        model: its layers get a forward hook each; copies and pickles of the model do not have them.
+        model: its layers get a forward hook each, before those of the script, which may hook the tensor that they are given;
+            copies and pickles of the model do not have them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,13 +94,17 @@ class DeferredWeights:
         self._hooks: dict[int, _AccumulationHooks] = {}  # by identity of a parameter, which they keep alive
         for part in model.modules():
             if _multiplies(part):
-                part.register_forward_hook(_ProductHook(self))
+                part.register_forward_hook(_ProductHook(self), prepend=True)
             elif _looks_up(part):
-                part.register_forward_hook(_LookupHook(self))
+                part.register_forward_hook(_LookupHook(self), prepend=True)
 
-    def begin(self) -> _Deferred:
-        """Return what keeps the products of one microbatch in one stage until :meth:`compute`."""
-        return _Deferred()
+    def begin(self, *, is_divided: bool = True) -> _Deferred:
+        """Return what keeps the products of one microbatch in one stage until :meth:`compute`.
+
+        Args:
+            is_divided: whether the backward is divided. If not, only rows of embeddings are added by :meth:`compute`.
+        """
+        return _Deferred(is_divided)
 
     @contextlib.contextmanager
     def of(self, products: _Deferred) -> Iterator[None]:
@@ -167,7 +177,8 @@ class _LaterHook(OutputHook):
         deferred = self._weights.deferred()
         if deferred is None or is_traced() or not torch.is_grad_enabled() or len(args) != 1:
             return None
-        if not isinstance(output, Tensor) or not _is_free(module.weight):
+        # A parametrization computes the weight where it is read, and may change its own state by that.
+        if not isinstance(output, Tensor) or not _is_free(module._parameters.get("weight")):
             return None
         found = self.replaced(module, local_of(args[0]), local_of(output), deferred)
         return output.like(found) if isinstance(output, DividedTensor) and found is not None else found
@@ -180,8 +191,9 @@ class _LaterHook(OutputHook):
 class _ProductHook(_LaterHook):
     @override
     def replaced(self, module: Any, given: Tensor, output: Tensor, deferred: _Deferred) -> Tensor | None:
-        weight, bias = module.weight, module.bias
-        if bias is not None and bias.requires_grad and not _is_free(bias):
+        weight, bias = module.weight, module._parameters.get("bias")
+        is_computed = bias is None and getattr(module, "bias", None) is not None
+        if not deferred.is_divided or is_computed or (bias is not None and bias.requires_grad and not _is_free(bias)):
             return None
         return replace_backward(output, given, weight, bias, _Taker(deferred, weight, bias))
 
@@ -208,17 +220,18 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: nn.Parameter, told: tuple[Tensor, Tensor, int | None, _Deferred]) -> Tensor:
         output, indices, ctx.padding, ctx.deferred = told
-        ctx.save_for_backward(table, indices)
+        ctx.table = table  # its values do not count, and those of a table with max_norm change in each forward
+        ctx.save_for_backward(indices)
         return same_place(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (table, indices), rows = ctx.saved_tensors, gradients[0].reshape(-1, gradients[0].shape[-1])
+        (indices,), rows = ctx.saved_tensors, gradients[0].reshape(-1, gradients[0].shape[-1])
         indices = indices.reshape(-1)
         if ctx.padding is not None:
             is_read = indices != ctx.padding
             indices, rows = indices[is_read], rows[is_read]
-        ctx.deferred.kept.append((table, None, _LookedUp(indices, rows)))
+        ctx.deferred.kept.append((ctx.table, None, _LookedUp(indices, rows)))
         return None, None
 
 
@@ -230,9 +243,9 @@ def _looks_up(part: nn.Module) -> bool:
 
 def _is_free(parameter: Any) -> bool:
     """Return whether nobody sees the gradient of a parameter before ``p.grad``."""
-    is_leaf = isinstance(parameter, nn.Parameter) and parameter.requires_grad
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    return is_leaf and not parameter._backward_hooks and all(getattr(each, "is_idle", False) for each in hooks.values())
+    if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad or parameter._backward_hooks:
+        return False
+    return all(getattr(each, "is_idle", False) for each in (parameter._post_accumulate_grad_hooks or {}).values())
 
 
 def _multiplies(part: nn.Module) -> bool:

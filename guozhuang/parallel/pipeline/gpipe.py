@@ -10,7 +10,7 @@ in between, as in GPipe (Huang et al., "GPipe: Efficient Training of Giant Neura
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,7 +163,7 @@ class GPipe:
             pairs = [(t, g) for t, g in zip(result, mine, strict=True) if g is not None and t.requires_grad]
             return [t for t, _ in pairs], [g for _, g in pairs]
 
-        with self.ties.added_up(self.plans.shared), self.statistics.discarding():
+        with self.gathering_gradients(), self.statistics.discarding():
             batch.run.execute("BIW", seeds)
         if not self._has_callback:
             self._has_callback = True
@@ -171,8 +171,19 @@ class GPipe:
 
     def _backward_ended(self) -> None:
         self._has_callback = False
+        self.end_backward()
+
+    @contextlib.contextmanager
+    def gathering_gradients(self) -> Iterator[None]:
+        """Hold in the backwards of a batch: ranks add up what they hold together, and hooks see the gradient of the batch."""
+        with _hooks_later(self.model.parameters()), self.ties.added_up(self.plans.shared):
+            yield
+
+    def end_backward(self) -> None:
+        """Do what is to be done when a backward has ended. Hooks of parameters have seen the gradients before."""
         if self.at_backward_end is not None:
-            self.at_backward_end()
+            with _silent(self.model.parameters()):
+                self.at_backward_end()
 
     @property
     def at_cut(self) -> Callable[[], None] | None:
@@ -239,6 +250,45 @@ def _input_gradients(batch: _Batch, shapes: Sequence[torch.Size], group: dist.Pr
         dist.all_reduce(joined, group=group)
         found.append(joined)
     return found
+
+
+@contextlib.contextmanager
+def _silent(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Let the script's hooks of parameters see no gradient in this block; yields the parameters that have some."""
+    found: list[nn.Parameter] = []
+    kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for parameter in parameters:
+        both: tuple[Any, Any] = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+        for hooks in both:
+            # Those of this package tell whether they do something.
+            own = {key: hook for key, hook in (hooks or {}).items() if not hasattr(hook, "is_idle")}
+            if own:
+                kept.append((hooks, own))
+                hooks.update(dict.fromkeys(own, _ignore))
+                found = [*found, parameter] if not found or found[-1] is not parameter else found
+    try:
+        yield found
+    finally:
+        for hooks, own in kept:
+            hooks.update({key: hook for key, hook in own.items() if key in hooks})
+
+
+@contextlib.contextmanager
+def _hooks_later(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let hooks of parameters see the gradient of a batch, as without stages, when the backwards of its parts have ended."""
+    with _silent(parameters) as hooked:
+        before = [parameter.grad for parameter in hooked]
+        for parameter in hooked:
+            parameter.grad = None
+        yield
+    for parameter, was in zip(hooked, before, strict=True):
+        gradient, parameter.grad = parameter.grad, was
+        if gradient is not None:
+            torch.autograd.backward(parameter, gradient)
+
+
+def _ignore(_: Tensor) -> None:
+    """Stand for a hook of a parameter."""
 
 
 class TiedGradients:

@@ -87,6 +87,9 @@ class StagePlans:
         everyone: dist.ProcessGroup,
         around: Around = WHOLE,
     ) -> None:
+        if num_microbatches != 1 and any(getattr(each, "scale_grad_by_freq", False) for each in model.modules()):
+            what = "an embedding divides gradients by how often a row is in the batch, which no microbatch shows"
+            raise UsageError(explain(what, value="scale_grad_by_freq=True", fix="leave it out, or give microbatches=1"))
         self.model, self.group, self._everyone, self._around = model, group, everyone, around
         self._num_microbatches = num_microbatches
         self._usual_number = _USUAL_PER_RANK * group.size()
@@ -308,9 +311,13 @@ class StagePlans:
             shapes = {call.name: call.shapes for call in calls.calls}
             is_alone = self.group.size() == self._everyone.size()
             costs = measure(self.model, self.units, list(sizes.values()), shapes, self._around, is_alone)
-            told = [(tuple(map(tuple, costs)), available_bytes())]
+            # Until now each rank holds the whole model; what it frees is there too.
+            world = current()
+            limit_bytes = available_bytes() / (world.local_size if world is not None else 1)
+            limit_bytes += sum(p.numel() * p.itemsize for p in self.model.parameters())
+            told = [(tuple(map(tuple, costs)), limit_bytes)]
         dist.broadcast_object_list(told, group=self._everyone, group_src=0)
-        costs, available = told[0]
+        costs, self._limit_bytes = told[0]  # one limit: ranks with different ones might cut in different places
         if [cost.name for cost in costs[0]] != names:
             what = "the model's forward calls other modules with real inputs than without values"
             different = [cost.name for cost in costs[0] if cost.name not in names] or ["their order"]
@@ -318,10 +325,6 @@ class StagePlans:
         told = [self._message_times()]
         dist.broadcast_object_list(told, group=self._everyone, group_src=0)
         self.measured = MeasuredCalls(tuple(sizes), costs, *told[0])
-        # Until now each rank holds the whole model; what it frees is there too.
-        world = current()
-        self._limit_bytes = available / (world.local_size if world is not None else 1)
-        self._limit_bytes += sum(p.numel() * p.itemsize for p in self.model.parameters())
         candidates = self._numbers(rows) if len(sizes) > 1 else numbers
         try:
             tried = self._try(rows, candidates)

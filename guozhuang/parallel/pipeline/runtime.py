@@ -60,8 +60,8 @@ class RunsForward(Protocol):
 class WeightsLater(Protocol):
     """What a runtime of a schedule with divided backwards needs: see ``deferred.py``."""
 
-    def begin(self) -> Any:
-        """Return what keeps products of one microbatch in one stage until :meth:`compute`."""
+    def begin(self, *, is_divided: bool) -> Any:
+        """Return what keeps products of one microbatch in one stage until :meth:`compute`; see ``deferred.py``."""
         ...
 
     def of(self, kept: Any) -> contextlib.AbstractContextManager[None]:
@@ -209,7 +209,7 @@ class PipelineRun:
         """Carry out the actions of some kinds in the order of the schedule. Every rank of the pipeline must call it.
 
         Args:
-            kinds: "F" for the forward half of "gpipe", "IW" for its backward half; everything by default.
+            kinds: "F" for the forward half of "gpipe", "BIW" for its backward half; everything by default.
             seeds: called on the rank of the last stage where the backward of a microbatch begins. Every rank gives one if there
                 are backwards.
             conclude: called on the rank of the last stage after its last backward, or, in a half without backwards, after each
@@ -344,27 +344,29 @@ class PipelineRun:
         del self._held[stage, k], roots, gradients
         runtime.transfers.release([StageMessage(GRADIENTS, target, stage, k) for target in held.sends])
         runtime.transfers.release([StageMessage(ACTIVATIONS, source, stage, k) for source in held.arrived])
-        if action.kind == INPUTS and runtime.weights is not None:
+        if runtime.weights is not None:
             self._weights_left.append((stage, k))
         for source, tensors in held.arrived.items():
             back = [held.gradients.get((source, i)) for i in range(len(tensors))]
             runtime.transfers.send(StageMessage(GRADIENTS, stage, source, k), back, action.in_words)
+        if action.kind == BACKWARD:
+            self._compute_weights(action)
 
     def _weights_later(self, stage: int, k: int) -> contextlib.AbstractContextManager[Any]:
         weights = self._runtime.weights
-        if weights is None or (stage, k) not in self._divided:
+        if weights is None:
             return contextlib.nullcontext()
         if (stage, k) not in self._products:
-            self._products[stage, k] = weights.begin()
+            self._products[stage, k] = weights.begin(is_divided=(stage, k) in self._divided)
         return weights.of(self._products[stage, k])
 
     def _compute_weights(self, action: Action) -> None:
         """Compute gradients of weights at the place that the schedule has for them, unless a wait was used for them before."""
-        while (action.stage, action.microbatch) in self._weights_left:
-            self._compute_next_weights()
+        if (place := (action.stage, action.microbatch)) in self._weights_left:
+            self._compute_next_weights(self._weights_left.index(place))
 
-    def _compute_next_weights(self) -> None:
+    def _compute_next_weights(self, number: int = 0) -> None:
         assert self._runtime.weights is not None, "a schedule with divided backwards needs weights="
-        place = self._weights_left.pop(0)
+        place = self._weights_left.pop(number)
         with self._runtime.computing(place[0]):
             self._runtime.weights.compute(self._products.pop(place))

@@ -122,8 +122,16 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_r
 
 
 def _gpipe(rank: int, m: int) -> list[Action]:
-    """Return all forwards and all backwards; no other rank waits for gradients of weights, so they come last."""
-    return [Action(kind, rank, k) for kind in (FORWARD, INPUTS, WEIGHTS) for k in range(m)]
+    """Return all forwards and all backwards; those are divided for which ranks before this one would wait otherwise.
+
+    Dividing a backward costs time. The first backward of rank r has to reach rank 0 early, and when rank 0 has begun, each
+    rank needs to be ahead of the one before it only: so rank r divides its first ones, twice as many as are needed if
+    all times are equal. The last one is divided for a rank that is slower than those before it. Gradients of weights
+    are computed where a rank waits, and at the end, so the step is as short as if all backwards were divided.
+    """
+    divided = [k for k in range(m) if k < 2 * rank or k == m - 1] if rank else []
+    backwards = [Action(INPUTS if k in divided else BACKWARD, rank, k) for k in range(m)]
+    return [Action(FORWARD, rank, k) for k in range(m)] + backwards + [Action(WEIGHTS, rank, k) for k in divided]
 
 
 def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], num_ahead: int) -> list[Action]:

@@ -96,7 +96,7 @@ def train_batch(pipe: GPipe, args: tuple[Any, ...], kwargs: Mapping[str, Any], t
         run = plan.runtime.begin(microbatches)
         batch = _BatchLoss(loss, targets, microbatches, is_first)
         draws = list(pipe.plans.draws.values())[-1]
-        with pipe.ties.added_up(pipe.plans.shared), pipe.statistics.collecting(len(microbatches)):
+        with pipe.gathering_gradients(), pipe.statistics.collecting(len(microbatches)):
             run.execute(
                 "FBIW",
                 batch.seeds,
@@ -106,6 +106,5 @@ def train_batch(pipe: GPipe, args: tuple[Any, ...], kwargs: Mapping[str, Any], t
         total, state = run.conclusions[-1]
         assert total is not None and state is not None
         draws.end(state)
-    if pipe.at_backward_end is not None:
-        pipe.at_backward_end()
+    pipe.end_backward()
     return total
