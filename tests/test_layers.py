@@ -21,6 +21,7 @@ PACKAGE = ROOT / "guozhuang"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "watch.processes"),
     ("timeline", "records", "registry", "net"),
+    ("cost",),
     ("watch",),
     ("world", "data"),
     ("groups", "gradients.buckets", "weights.flat"),
