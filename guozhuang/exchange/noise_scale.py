@@ -11,7 +11,6 @@ Source: McCandlish et al., An Empirical Model of Large-Batch Training, 2018, arX
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from ..cost.laws import noise_scale_of
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from .allreduce import AllReduce
@@ -74,24 +74,6 @@ class NoiseMeter:
         dist.all_reduce(found, group=self._group)
         own, averaged = (found / n).tolist()
         return noise_scale_of(own, averaged, n, batch_size)
-
-
-def noise_scale_of(own: float, averaged: float, num_ranks: int, batch_size: int) -> float | None:
-    """Return the gradient noise scale, in samples; see :meth:`NoiseMeter.noise_scale`.
-
-    Args:
-        own: mean squared norm of the gradient of ``batch_size`` samples.
-        averaged: mean squared norm of the average of ``num_ranks`` such gradients, of which there are at least two.
-        num_ranks: how many gradients are averaged.
-        batch_size: samples behind each.
-    """
-    if not (math.isfinite(own) and math.isfinite(averaged)):
-        return None
-    gradient = (num_ranks * averaged - own) / (num_ranks - 1)
-    noise = (own - averaged) * batch_size / (1.0 - 1.0 / num_ranks)
-    if noise <= 0.0:
-        return 0.0
-    return noise / gradient if gradient > 0.0 else math.inf
 
 
 @dataclass

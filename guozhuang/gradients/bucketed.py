@@ -118,6 +118,12 @@ class BucketedParameters(abc.ABC):
         # Not on accelerators: there callbacks, which issue later rounds, run as soon as a work is issued, so in order anyway.
         self._in_turn = not exchange.one_round and any(bucket.flat.device.type == "cpu" for bucket in dense)
 
+    def use_caps(self, caps: Caps) -> None:
+        """Use buckets of other sizes from the next forward on. Every rank must call it, with equal caps."""
+        self.caps = caps
+        self._selections = {self._signature: self._selection}  # others were laid out by the caps of before
+        self._selection.use_caps(caps)
+
     def exchange_state(self) -> dict[str, Any]:
         """Return the state of the exchange method, for a checkpoint. Every rank must call it."""
         return self.exchange.state_dict(self._state)

@@ -152,6 +152,12 @@ class Selection:
         if not self.restored:
             self._new_layout = self._assign(order)
 
+    def use_caps(self, caps: Caps) -> None:
+        """Plan buckets of other sizes, in the present order of parameters; :meth:`renew` applies the plan."""
+        self._caps, self.restored = caps, False
+        layout = self.placement.layout if self._new_layout is None else self._new_layout
+        self._new_layout = self._assign([i for members in layout for i in members])
+
     def named_layout(self) -> list[list[str]] | None:
         """Return the names of each bucket's parameters, for a checkpoint; None before the ranks have agreed on an order."""
         if self.learning and not self.restored:

@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange, Work
 from ..exchange.nan_watch import NanWatch
+from ..world.devices import device_of
 from .buckets import Bucket, Placement
 from .unused import UsedAnywhere
 from .views import GradientViews
@@ -197,7 +198,7 @@ class StepReducer:
         for index in range(num_parameters) if sent_early else ():
             self._settle(index)
         told = [*(p.grad is not None for p in self._parameters), *[False] * num_buckets, not self._now.is_calm]
-        device = next((bucket.flat.device for bucket in self.buckets), torch.device("cpu"))
+        device = device_of(bucket.flat for bucket in self.buckets)
         flags = torch.tensor(told, dtype=torch.int32, device=device)
         if sent_early:
             now = torch.stack([_bit_sum(bucket.flat) for bucket in self.buckets])

@@ -94,9 +94,14 @@ def end_together(made: Sequence[dist.ProcessGroup], group: dist.ProcessGroup) ->
         destroy(each)
 
 
+def is_open(group: dist.ProcessGroup) -> bool:
+    """Return whether ``torch.distributed`` knows a group: it was not destroyed. Not collective."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
 def destroy(group: dist.ProcessGroup) -> None:
     """Destroy a group, unless it was destroyed together with the default group. Not collective."""
-    if group in dist.distributed_c10d._world.pg_map:
+    if is_open(group):
         dist.destroy_process_group(group)
 
 

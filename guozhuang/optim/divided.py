@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..parallel.state import gather_optimizer_states
+from ..world.devices import device_of
 from .whole_matrices import joined
 from .wrapped import WrappedOptimizer
 
@@ -50,7 +51,7 @@ class DividedOptimizer(WrappedOptimizer):
         if grad_scaler is not None:
             held: list[Tensor] = [p for some in parameters for p in some]
             gradients = [p.grad for p in held if p.grad is not None]
-            device = next((p.device for p in held), torch.device("cpu"))
+            device = device_of(held)
             if not self.unscale_together(grad_scaler, gradients, device, self.peers):
                 self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before prepare()
                 return None

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from ..errors import UsageError, explain
+from ..world.devices import device_of
 from .wrapped import WrappedOptimizer
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ class QAdam(WrappedOptimizer):
         self.grad_scaler = scaler
         held = [p for group in self.param_groups for p in group["params"]]
         gradients = [p.grad for p in held if p.grad is not None]
-        device = next((p.device for p in held), torch.device("cpu"))
+        device = device_of(held)
         return self.unscale_together(scaler, gradients, device, self.peers)
 
     def _divide(self) -> tuple[list[list[Tensor]], bool]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UsageError, explain
-from ..groups.subgroups import subgroup
+from ..groups.subgroups import is_open, subgroup
 from ..world.layout import AXES, DATA_AXES, MODEL_AXES, Layout
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ def make_axes(layout: Layout, group: dist.ProcessGroup | None = None) -> Axes:
     for axes in (*((axis,) for axis in AXES), DATA_AXES, MODEL_AXES, AXES):
         ranks = layout.ranks_along(axes, everyone.rank())
         if len(ranks) > 1 and ranks not in made:
-            made[ranks] = known[ranks] if ranks in known else subgroup(everyone, ranks)
+            there = known.get(ranks)  # perhaps destroyed by the script, which something on this rank may outlive
+            made[ranks] = there if there is not None and is_open(there) else subgroup(everyone, ranks)
             known[ranks] = made[ranks]
     return Axes(layout, everyone, made)

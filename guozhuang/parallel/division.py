@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import UsageError, explain
 from ..weights.equal_start import broadcast_tensors
+from ..world.devices import device_of
 from .spans import Span, SpansOfRanks, take
 
 _ATTRIBUTE = "_guozhuang_division"
@@ -257,7 +258,7 @@ def _powers_here(parameters: Sequence[Tensor], values: Sequence[Tensor | None], 
     if not norm_type > 0:
         what = "norm_type must be above 0 where parameters are divided among ranks"
         raise UsageError(explain(what, value=norm_type, fix="use 2.0"))
-    device = next((value.device for value in values if value is not None), torch.device("cpu"))
+    device = device_of(value for value in values if value is not None)
     found = torch.zeros(len(parameters), dtype=torch.float64, device=device)
     mine: list[tuple[int, Tensor]] = []
     for i, (parameter, value) in enumerate(zip(parameters, values, strict=True)):

@@ -27,6 +27,7 @@ from torch.utils import _pytree
 
 from ..errors import MismatchError, UsageError, explain, rank_table
 from ..weights.equal_start import start_equal
+from ..world.devices import device_of
 from ..world.layout import MODEL_AXES
 from ..world.versions import all_gather_single
 from .axes import WHOLE, Around, Axes
@@ -102,9 +103,8 @@ class EqualBatches:
 
     def __init__(self, axes: Axes, device: torch.device) -> None:
         self._group, self._device = axes.group(*MODEL_AXES), device
-        self._is_pipeline = (
-            self._group is not None and axes.size("pp") == self._group.size()
-        )  # and divided in no other way
+        # A pipeline, and divided in no other way.
+        self._is_pipeline = self._group is not None and axes.size("pp") == self._group.size()
         self._is_first, self._is_inside = True, False
         self._check_last: Callable[[], None] = lambda: None
 
@@ -235,7 +235,7 @@ class Divided:
     before_batch: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
-        self.batches = EqualBatches(self.axes, next((p.device for p in self.model.parameters()), torch.device("cpu")))
+        self.batches = EqualBatches(self.axes, device_of(self.model.parameters()))
 
     def drawing(self) -> AbstractContextManager[None]:
         """Return the context in which the model is called: random operations draw there as in one process."""
@@ -246,7 +246,7 @@ class Divided:
         self.before_batch()
         group = self.axes.group("pp", "space", "sequence", "tp")
         if group is not None and self.model.training and (self.draws is None or self.draws.may_draw(True)):
-            align(group, next((p.device for p in self.model.parameters()), torch.device("cpu")))
+            align(group, device_of(self.model.parameters()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on a whole batch, which the ranks that hold one copy of it share. Each must call it."""
@@ -307,7 +307,7 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
         what = "the model has parameters whose shape is not known yet, so they cannot be divided"
         raise UsageError(explain(what, value=type(model).__name__, fix="call the model on one batch before prepare()"))
     start_equal(model, axes.everyone)
-    draw_alike(axes, next((p.device for p in model.parameters()), torch.device("cpu")))
+    draw_alike(axes, device_of(model.parameters()))
     gather_states(model)
     _watch_norms(model)
     found = Divided(model, axes)

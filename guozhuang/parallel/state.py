@@ -19,6 +19,7 @@ from torch.utils import _pytree
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import dense_stride
+from ..world.devices import device_of
 from .division import Division, division_of, part, whole
 
 
@@ -132,7 +133,7 @@ def whole_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     found = dict(state["state"])
     stages, mine = None, {}
     tensors, kept = None, {}
-    device = next((p.device for p in parameters), torch.device("cpu"))
+    device = device_of(parameters)
     for key, parameter in zip(keys, parameters, strict=True):
         division = division_of(parameter)
         if division is not None and division.keeper is not None and division.is_owned:

@@ -14,6 +14,7 @@ from guozhuang.world.layout import Layout
 from guozhuang.world.requests import (
     requested_attention,
     requested_backend,
+    requested_bucket_cap_mb,
     requested_checkpoint,
     requested_gloo_interface,
     requested_groups,
@@ -25,18 +26,21 @@ from guozhuang.world.requests import (
     requested_strategy,
     requested_timeline,
 )
-from guozhuang.world.session import before_leaving, current, init, lay_out, shutdown
+from guozhuang.world.session import FAKE, before_leaving, current, enter_made, init, lay_out, shutdown
 
 __all__ = [
+    "FAKE",
     "Layout",
     "World",
     "backend_of_cpu_ranks",
     "before_leaving",
     "current",
+    "enter_made",
     "init",
     "lay_out",
     "requested_attention",
     "requested_backend",
+    "requested_bucket_cap_mb",
     "requested_checkpoint",
     "requested_gloo_interface",
     "requested_groups",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,11 @@ SHARED_MEMORY = "shm"
 UNKNOWN = "?"
 #: Launchers that may give each process a device of its own, so that it sees no other device.
 BIND_DEVICES = ("slurm", "openmpi", "hydra")
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return the device of the first of some tensors, such as a model's parameters; the CPU if there is none."""
+    return next((each.device for each in tensors), torch.device("cpu"))
 
 
 def backend_of_cpu_ranks(hosts: Sequence[str], platform: str = sys.platform) -> tuple[str, str]:

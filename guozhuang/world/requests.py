@@ -44,6 +44,25 @@ def requested_groups() -> int:
     return number(os.environ, "GUOZHUANG_GROUPS", at_least=1, fix=fix) or 1
 
 
+def requested_bucket_cap_mb() -> float | None:
+    """Return the MiB of ``guozhuang run --bucket-cap-mb`` (environment GUOZHUANG_BUCKET_CAP_MB); None if none were given.
+
+    Raises:
+        UsageError: the variable holds no number above 0.
+    """
+    text = os.environ.get("GUOZHUANG_BUCKET_CAP_MB", "").strip()
+    if not text:
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        what = "environment variable GUOZHUANG_BUCKET_CAP_MB must hold a number of MiB above 0"
+        raise UsageError(explain(what, value=text, fix="give `guozhuang run --bucket-cap-mb` one, or unset it"))
+    return found
+
+
 def requested_layout() -> str | None:
     """Return the layout of ``guozhuang run --layout`` (environment GUOZHUANG_LAYOUT), as written; None if none was given."""
     return os.environ.get("GUOZHUANG_LAYOUT", "").strip() or None

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from guozhuang.watch.heartbeat import Heartbeat
 
 DEFAULT_TIMEOUT_S = 600.0
+FAKE = "fake world"  # the launcher of a world of which one process plays a rank, and nobody the others
 # After an uncaught exception the process ends within so many seconds, also with a collective in flight: [Note: leaving].
 _LEAVE_AFTER_ERROR_S = 5.0
 _LAST_WORK_S = 0.02
@@ -110,7 +111,8 @@ def init(
         raise UsageError(explain("timeout_s must be a number of seconds above 0", value=timeout_s, fix="leave it out"))
     world = current()
     if world is not None:
-        _check_same(world, backend, device, timeout_s)
+        if world.launcher != FAKE:
+            _check_same(world, backend, device, timeout_s)
         return world
     backend = backend if backend is not None else requested_backend()
     if dist.is_initialized():
@@ -151,6 +153,11 @@ def init(
     world = _enter(identity, chosen_device, chosen_backend, timeout_s, made_group=True, asked=(backend, device))
     _start_heartbeat(store, world, identity, hang_timeout, behind_door=bool(meeting.doors))
     return world
+
+
+def enter_made(identity: Identity, device: torch.device, backend: str, timeout_s: float) -> World:
+    """Enter a :data:`FAKE` world; the caller has made its default group, which stands for ``backend``; ``shutdown`` ends it."""
+    return _enter(identity, device, backend, timeout_s, made_group=True, asked=(backend, device))
 
 
 def current() -> World | None:

@@ -540,7 +540,7 @@ def card(host: str = "a", **changed: str) -> RankCard:
             [card(), card(**{"--strategy": "sharded", "PyTorch": "2.11.0"})],
             ["--strategy  not given  rank 0", "--strategy  sharded    rank 1", "PyTorch     2.11.0     rank 1"],
         ),
-        ([card(), RankCard.of_text("b\nnote")], ["guozhuang       unknown    rank 1"]),
+        ([card(), RankCard.of_text("b\nnote")], ["guozhuang        unknown    rank 1"]),
     ],
     ids=["equal", "asked for what is the default", "backend", "strategy and version", "a version that tells nothing"],
 )

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from guozhuang.errors import MismatchError, UsageError
@@ -101,6 +102,23 @@ def test_nothing_is_divided_by_one_rank() -> None:
         assert division_of(parameter) is None
         torch.testing.assert_close(norm_of([parameter], [parameter]), values(4).double().norm())
         assert whole(parameter, Division(parameter.shape)).equal(parameter)
+
+    run_threads(on_rank, 2)
+
+
+def test_a_destroyed_group_is_made_anew() -> None:
+    """The other rank still holds the destroyed group: it must not go on with it alone."""
+
+    def on_rank(rank: int, size: int) -> None:
+        first = make_axes(Layout(dp=2)).group("dp")
+        assert first is not None
+        dist.destroy_process_group(first)
+        if rank == 0:
+            del first
+        second = make_axes(Layout(dp=2)).group("dp")
+        mine = torch.tensor([rank])
+        dist.all_reduce(mine, group=second)
+        assert mine.item() == 1
 
     run_threads(on_rank, 2)
 

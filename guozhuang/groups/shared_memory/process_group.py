@@ -34,7 +34,7 @@ from .engine import MAIN_BYTES, make_engine
 from .operations import Operations
 from .point_to_point import PointToPoint
 from .rendezvous import Card, Listener, Peers, connect, meet
-from .segments import Segment
+from .segments import Segment, SharedSegments
 
 _MOMENT_S: Final = 1.0
 _AT_EXIT_PATIENCE_S = 1.0  # how long to wait at the interpreter's exit for collectives that nobody waited for
@@ -95,6 +95,10 @@ class SharedMemoryGroup(CollectiveCalls, OwnBackend):
         """
         refuse_fork("empty", self._process, self._rank)
         return self._resources.arena.empty(num_elements, dtype)
+
+    def segments(self) -> SharedSegments:
+        """Return what makes further segments that all ranks map. Every rank must call it."""
+        return SharedSegments(self)
 
     # The methods below send and receive between two ranks.
 

@@ -251,12 +251,13 @@ class SharedSegments:
         group._turns.now(job, (), "a meeting in shared memory")
         return told
 
-    def make(self, num_bytes: int, name: str) -> list[Segment | None]:
+    def make(self, num_bytes: int, name: str, only: int | None = None) -> list[Segment | None]:
         """Give each rank a segment of shared memory that all ranks map. Every rank must call it.
 
         Args:
             num_bytes: size of this rank's segment, which is zeros at first; 0: no segment.
             name: shown in the kernel's list of mappings.
+            only: the one rank that gets a segment; None: every rank.
 
         Returns:
             The segment of every rank, None for ranks with 0 bytes. Descriptors are open: the caller closes them.
@@ -269,6 +270,7 @@ class SharedSegments:
             After the first two errors nothing is left open on any rank, and the group stays usable.
         """
         what = b"sharing memory: " + name.encode()[:64]
+        num_bytes = num_bytes if only in (None, self.rank) else 0
         found: list[Segment | None] = [None] * self.size
         refused: Exception | None = None
         with contextlib.ExitStack() as on_failure:

@@ -258,6 +258,7 @@ def _silent(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     found: list[nn.Parameter] = []
     kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for parameter in parameters:
+        before = len(kept)
         both: tuple[Any, Any] = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
         for hooks in both:
             # Those of this package tell whether they do something.
@@ -265,7 +266,8 @@ def _silent(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             if own:
                 kept.append((hooks, own))
                 hooks.update(dict.fromkeys(own, _ignore))
-                found = [*found, parameter] if not found or found[-1] is not parameter else found
+        if len(kept) > before:
+            found.append(parameter)
     try:
         yield found
     finally:

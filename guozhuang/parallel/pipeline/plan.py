@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import UsageError, explain
 from ...world import current
+from ...world.devices import device_of
 from ...world.layout import StageTimes
 from ...world.machine import available_bytes
 from ..axes import WHOLE, Around
@@ -110,7 +111,9 @@ class StagePlans:
         self.owners: dict[str, tuple[int, ...]] = {}
         self.shared: list[tuple[nn.Parameter, tuple[int, ...]]] = []
         rank, size = group.rank(), group.size()
-        self.draws = {i: Draws(model, first=i == 0) for i in range(rank, self.num_stages, size)}
+        self._recorder = getattr(group, "recorder", None)  # of a fake world, in which this process plays all stages
+        own = range(rank, self.num_stages, size) if self._recorder is None else range(self.num_stages)
+        self.draws = {i: Draws(model, first=i == 0) for i in own}
         self.at_cut: Callable[[], None] | None = None
         self._stage_of: dict[str, int] = {}
         self._plans: dict[Any, StagePlan] = {}
@@ -152,7 +155,7 @@ class StagePlans:
                 )
                 for i, draws in self.draws.items()
             }
-            device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+            device = device_of(self.model.parameters())
             # Calls outside of step have GPipe's order, for which no gradients of weights are left for later.
             schedule = "gpipe" if self._stages_per_rank == 1 else "interleaved"
             if runs_tail:
@@ -280,7 +283,9 @@ class StagePlans:
         for name, parameter in self.model.named_parameters():
             everywhere = name in calls.parameters or parameter not in users
             self.owners[name] = tuple(range(size)) if everywhere else tuple(sorted(users[parameter]))
-        stages = self.group
+        stages = self.group if self._recorder is None else None
+        if self._recorder is not None:
+            self._recorder.shares = self._shares()
         for name, parameter in self.model.named_parameters():
             owners = self.owners[name]
             disown(parameter, owners, stages)
@@ -296,6 +301,12 @@ class StagePlans:
             for i in range(self.num_stages):
                 own = [name for name in names if self._stage_of[name] == i]
                 _log.info("stage %d of %d: %s to %s", i, self.num_stages, own[0], own[-1])
+
+    def _shares(self) -> dict[int, float]:
+        """Return which share of the parameters each rank holds."""
+        sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
+        held = [sum(n for name, n in sizes.items() if r in self.owners[name]) for r in range(self.group.size())]
+        return {rank: num / max(1, sum(sizes.values())) for rank, num in enumerate(held)}
 
     def _chosen(self, calls: ObservedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
         """Measure the calls on the first stage's ranks, and return the places of the best cut, the same on all ranks."""
@@ -340,7 +351,10 @@ class StagePlans:
 
     def _message_times(self) -> tuple[float, float]:
         """Return how many seconds a message along pp takes, and how many more for each byte. Every rank must call it."""
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        if self._recorder is not None:
+            told: tuple[float, float] = self._recorder.message_times
+            return told
+        device = device_of(self.model.parameters())
         shortest = []
         for num_bytes in (8, _LARGE_MESSAGE_BYTES):
             tensor, seconds = torch.zeros(num_bytes, dtype=torch.uint8, device=device), []

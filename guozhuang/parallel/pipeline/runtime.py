@@ -19,7 +19,19 @@ from torch import Tensor
 
 from guozhuang.errors import MismatchError, explain
 
-from .schedule import BACKWARD, FORWARD, INPUTS, WEIGHTS, Action, PipelineSchedule, chain, make_schedule, simulate
+from .played import PlayedTransfers
+from .schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    WEIGHTS,
+    Action,
+    PipelineSchedule,
+    Simulated,
+    chain,
+    make_schedule,
+    simulate,
+)
 from .transfers import ACTIVATIONS, CONCLUSION, GRADIENTS, StageMessage, StageTransfers, shapes_of
 
 #: Returns what the rank of the last stage tells all ranks after an action there, from the number of its microbatch.
@@ -143,11 +155,13 @@ class PipelineRuntime:
         self.destinations = {s: sorted(b for a, b in edges if a == s) for s in range(self.num_stages)}
         self.weights = weights
         size = self.size
-        self.transfers = transfers or StageTransfers(group, lambda stage: stage % size, torch.device(device))
+        self.recorder = getattr(group, "recorder", None)  # of a fake world
+        made = StageTransfers if self.recorder is None else PlayedTransfers
+        self.transfers = transfers or made(group, lambda stage: stage % size, torch.device(device))
         self.most_in_flight = 0
         self.busy_s = dict.fromkeys(self.stages, 0.0)
         self._schedules: dict[int, PipelineSchedule] = {}
-        self._bounds: dict[int, int] = {}
+        self._simulated: dict[int, Simulated] = {}
         self._num_runs = 0
 
     def schedule(self, num_microbatches: int) -> PipelineSchedule:
@@ -158,13 +172,28 @@ class PipelineRuntime:
         """
         if num_microbatches not in self._schedules:
             made = make_schedule(self._name, self.size, num_microbatches, self._stages_per_rank)
-            self._bounds[num_microbatches] = max(simulate(made, self.edges).in_flight)
+            self._simulated[num_microbatches] = simulate(made, self.edges)
             self._schedules[num_microbatches] = made
         return self._schedules[num_microbatches]
 
     def bound(self, num_microbatches: int) -> int:
         """Return of how many microbatches a rank holds activations at most, counted in each of its stages."""
-        return self._bounds[num_microbatches]
+        return max(self._simulated[num_microbatches].in_flight)
+
+    def actions(self, num_microbatches: int, kinds: str) -> Sequence[Action]:
+        """Return the actions of this rank, in order; of all ranks in a fake world, where this process plays them all."""
+        schedule = self.schedule(num_microbatches)
+        if self.recorder is None:
+            return schedule.half(kinds, self.rank)
+        starts = self._simulated[num_microbatches].starts
+        return sorted((action for action in starts if action.kind in kinds), key=starts.__getitem__)
+
+    def playing(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which an action is carried out; a fake world records whose it is."""
+        if self.recorder is None:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = self.recorder.playing(action.stage % self.size)
+        return context
 
     @contextlib.contextmanager
     def computing(self, stage: int) -> Iterator[None]:
@@ -191,7 +220,7 @@ class PipelineRun:
         self._runtime, self._microbatches, self._number = runtime, microbatches, number
         self._schedule = runtime.schedule(len(microbatches))
         # The places of (stage, microbatch) whose backward is divided.
-        self._divided = {each[1:] for each in self._schedule.half(INPUTS, runtime.rank)}
+        self._divided = {each[1:] for each in runtime.actions(len(microbatches), INPUTS)}
         self._held: dict[tuple[int, int], _InFlight] = {}
         self._weights_left: list[tuple[int, int]] = []
         self._products: dict[tuple[int, int], Any] = {}  # of several open batches, each run has its own
@@ -223,7 +252,7 @@ class PipelineRun:
         runtime, last = self._runtime, self._runtime.num_stages - 1
         transfers = runtime.transfers
         self._around_backwards = around_backwards
-        actions = self._schedule.half(kinds, runtime.rank)
+        actions = runtime.actions(len(self._microbatches), kinds)
         concluding = self._concluding(kinds) if conclude is not None else ()
         # Conclusions are taken at the end, so the rank that sends them must not wait for that.
         most = runtime.bound(len(self._microbatches)) + len(concluding)
@@ -234,25 +263,30 @@ class PipelineRun:
         self.conclusions = []
         action = None
         for action in actions:
-            if action.kind == FORWARD:
-                self._forward(action)
-            elif action.kind == WEIGHTS:
-                self._compute_weights(action)
-            else:
-                assert seeds is not None, "a backward needs seeds"
-                self._backward(action, seeds if action.stage == last else None)
-            if action in concluding and conclude is not None:
-                told = list(conclude(action.microbatch))
-                self.conclusions.append(told)
-                for rank in range(runtime.size):
-                    if rank != runtime.rank:
-                        transfers.send(StageMessage(CONCLUSION, last, rank, action.microbatch), told, action.in_words)
+            with runtime.playing(action):
+                self._carry_out(action, seeds if action.stage == last else None)
+                if action in concluding and conclude is not None:
+                    told = list(conclude(action.microbatch))
+                    self.conclusions.append(told)
+                    for rank in range(runtime.size):
+                        if rank != self._schedule.rank_of(last):
+                            transfers.send(
+                                StageMessage(CONCLUSION, last, rank, action.microbatch), told, action.in_words
+                            )
         why = "the end of the batch" if action is None else f"the end of the batch, after the {action.in_words}"
-        if runtime.rank != self._schedule.rank_of(last):
+        if runtime.rank != self._schedule.rank_of(last) and runtime.recorder is None:
             messages = [StageMessage(CONCLUSION, last, runtime.rank, each.microbatch) for each in concluding]
             self.conclusions = [transfers.receive(message, why) for message in messages]
             transfers.release(messages)
         transfers.finish(why)
+
+    def _carry_out(self, action: Action, seeds: Seeds | None) -> None:
+        if action.kind == FORWARD:
+            self._forward(action)
+        elif action.kind == WEIGHTS:
+            self._compute_weights(action)
+        else:
+            self._backward(action, seeds)
 
     def _concluding(self, kinds: str) -> Sequence[Action]:
         """Return the actions after which the rank of the last stage tells all ranks something; see :meth:`execute`."""

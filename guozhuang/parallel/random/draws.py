@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from ...errors import UsageError, explain
+from ...world.devices import device_of
 from .divided import DividedDim, declared, parts_of, take
 from .operations import Operation, default_generator, generator_of, operation, zeros
 from .rows import Draw, Pattern, RowDims
@@ -59,7 +60,7 @@ class Draws:
     def __init__(self, module: nn.Module, first: bool = True) -> None:
         self._first = first
         self._rows = RowDims()
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        device = device_of(module.parameters())
         self._generators = [torch.default_generator]
         if device.type not in ("cpu", "meta"):
             self._generators.append(default_generator(device))

@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from ...errors import MismatchError, explain, rank_table
 from ...exchange.nan_watch import NanWatch
+from ...groups.fake import FakeNodeGroup
 from ...groups.shared_memory import SharedMemoryGroup
 from ...groups.shared_memory.program import DTYPE_OF
-from ...groups.shared_memory.segments import SharedSegments
 from ..carrier import Carrier
 from ..parts import BucketLayout
 from .embedding_rows import LendingHook, embeddings_of
@@ -33,15 +33,15 @@ STRETCH_BYTES: Final = 4 << 20
 _REPORT: Final = struct.Struct("<?Q")  # per rank: whether all parameters have a gradient; digest of changed weights
 
 
-def shared_memory_of(group: dist.ProcessGroup) -> SharedMemoryGroup | None:
+def shared_memory_of(group: dist.ProcessGroup) -> SharedMemoryGroup | FakeNodeGroup | None:
     """Return the shared-memory group that serves CPU tensors of a group; None if another backend does."""
-    if isinstance(group, SharedMemoryGroup):
+    if isinstance(group, SharedMemoryGroup | FakeNodeGroup):
         return group
     try:
         found = group._get_backend(torch.device("cpu"))
     except (RuntimeError, AttributeError):
         return None
-    return found if isinstance(found, SharedMemoryGroup) else None
+    return found if isinstance(found, SharedMemoryGroup | FakeNodeGroup) else None
 
 
 def can_share(group: dist.ProcessGroup, parameters: Sequence[nn.Parameter]) -> bool:
@@ -79,7 +79,7 @@ class SharedCarrier(Carrier):
     ) -> None:
         found = shared_memory_of(group)
         assert found is not None, "the group is not one of shared memory"
-        self._segments = SharedSegments(found)
+        self._segments = found.segments()
         where = SegmentPlaces(layout)
         self._shared = SharedWeights(self._segments, names, parameters, layout, where)
         self.gradients = SharedGradients(self._segments, names, parameters, layout, where)

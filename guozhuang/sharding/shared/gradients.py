@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ...gradients.buckets import view_in
 from ...gradients.step_reducer import check_gradient
 from ...gradients.views import HandedOut
+from ...groups.fake import FakeSegments
 from ...groups.shared_memory.program import DTYPE_OF
 from ...groups.shared_memory.segments import Segment, SharedSegments
 from ...groups.shared_memory.sparse import PAGE_BYTES, Piece, add, num_pages, take
@@ -64,7 +65,7 @@ class SharedGradients:
 
     def __init__(
         self,
-        segments: SharedSegments,
+        segments: SharedSegments | FakeSegments,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         layout: BucketLayout,

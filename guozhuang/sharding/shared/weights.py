@@ -39,6 +39,7 @@ from torch import nn
 
 from ...errors import UsageError, explain
 from ...gradients.buckets import view_in
+from ...groups.fake import FakeSegments
 from ...groups.shared_memory.segments import PrivateView, Segment, SharedSegments
 from ..carrier import put_back
 from ..parts import BucketLayout
@@ -83,7 +84,7 @@ class SharedWeights:
 
     def __init__(
         self,
-        segments: SharedSegments,
+        segments: SharedSegments | FakeSegments,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         layout: BucketLayout,
@@ -93,7 +94,7 @@ class SharedWeights:
         self._rank = segments.rank
         # Each rank needs a further page, on which it tests that the private mapping shows changes of the segment.
         num_bytes = where.num_bytes + segments.size * mmap.PAGESIZE
-        made = segments.make(num_bytes if segments.rank == 0 else 0, "weights")
+        made = segments.make(num_bytes, "weights", only=0)
         assert made[0] is not None
         self._segment: Segment = made[0]
         self._view = PrivateView(self._segment)

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from ....errors import UsageError, explain
+from ....world.devices import device_of
 from .intercept import intercepted
 from .outputs import UnitOutputs, filled, tensors_in, with_hooks
 
@@ -101,7 +102,7 @@ def observe(
     """
     sources = _Sources(model)
     calls: list[UnitCall] = []
-    device = next((each.device for each in tensors_in((args, dict(kwargs)))), torch.device("cpu"))
+    device = device_of(tensors_in((args, dict(kwargs))))
 
     def on_call(name: str, unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with sources.paused():
