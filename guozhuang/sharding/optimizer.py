@@ -28,6 +28,7 @@ from ..optim.wrapped import WrappedOptimizer
 from ..parallel.division import division_of, summed
 from ..parallel.state import fit
 from ..units import listed
+from ..world.devices import device_of
 from .carrier import Carrier
 from .elementwise import needs_whole_tensors, step_cost, steps_as_torch
 from .parts import BucketLayout, Member, lay_out
@@ -107,7 +108,7 @@ class ShardedOptimizer(WrappedOptimizer):
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
+        return device_of(p for group in self.param_groups for p in group["params"])
 
     def begin(self) -> None:
         """Divide the parameters that this rank holds, after stages of a pipeline were chosen. Every rank must call it."""
@@ -137,6 +138,12 @@ class ShardedOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._step(grad_scaler)
+        return loss
+
+    def _step(self, grad_scaler: Any) -> None:
+        """Do what :meth:`step` does after the closure. Classes override this one, for PyTorch wraps each class's ``step``
+        to call the hooks of steps, so that a ``step`` calling its base class's would call them twice."""
         if self._signature() != self._known:
             self._rebuild()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers, where nothing is stepped
@@ -145,7 +152,7 @@ class ShardedOptimizer(WrappedOptimizer):
             gradients = [w.grad for w in self.carrier.weights if w.grad is not None]
             if not self.unscale_together(grad_scaler, gradients, self.device, (self.group, *self.peers)):
                 self.carrier.skip()
-                return loss
+                return
         if not self._steps_in_parts or (self._are_whole and self._is_cut):
             self.collect()
         for part in self.carrier.stretches():
@@ -158,7 +165,6 @@ class ShardedOptimizer(WrappedOptimizer):
         changed = [p for p in self._parameters if p.grad is not None]
         torch.autograd.graph.increment_version(changed)  # so that a graph that saved old values raises in backward
         self.carrier.publish()
-        return loss
 
     def collect(self) -> None:
         """Average gradients over ranks; a second call before the step does nothing. Every rank must call it."""

@@ -36,6 +36,7 @@ def shard(
     overlap_gather: bool = True,
     exchange: GradientExchange[Any] | None = None,
     has_stages: bool = False,
+    begins_at_rest: bool = False,
 ) -> tuple[nn.Module, ShardedOptimizer]: ...
 
 
@@ -61,6 +62,7 @@ def shard(
     overlap_gather: bool = True,
     exchange: GradientExchange[Any] | None = None,
     has_stages: bool = False,
+    begins_at_rest: bool = False,
 ) -> tuple[nn.Module, ShardedOptimizer | tuple[ShardedOptimizer, ...]]:
     """Let each rank of a group step its part of the weights with the user's own optimizer. Every rank must call it.
 
@@ -80,6 +82,8 @@ def shard(
             rank then holds all weights. Gradients are sent at the step, unless the method is ``repeatable``.
         has_stages: the model is a pipeline, whose stages are chosen later: the caller then calls ``begin()`` of the returned
             optimizers, ``carrier.backward_ended()`` after each backward, and makes buffers equal.
+        begins_at_rest: divide nothing yet, and return a :class:`~guozhuang.sharding.resting.RestingOptimizer`; the caller makes
+            buffers equal.
 
     Returns:
         The model itself (with SyncBatchNorm parts that work on CPU), and the optimizer to use in place of the user's; for
@@ -109,7 +113,7 @@ def shard(
     if all(p.device.type == "cpu" for p in model.parameters()):
         model = use_on_cpu(model)
     start_equal(model, group)
-    if not has_stages:
+    if not has_stages and not begins_at_rest:
         model.register_forward_pre_hook(EqualBuffers(model, group))
     ranks = group
 
@@ -126,7 +130,12 @@ def shard(
                 return SharedCarrier(model, names, parameters, layout, ranks, not has_stages)
         return GatheredCarrier(model, names, parameters, layout, ranks, overlap_gather, exchange, not has_stages)
 
-    made = tuple(ShardedOptimizer(model, each, group, make_carrier, has_stages) for each in optimizers)
+    kind: type[ShardedOptimizer] = ShardedOptimizer
+    if begins_at_rest:
+        from .resting import RestingOptimizer  # imported only when needed
+
+        kind = RestingOptimizer
+    made = tuple(kind(model, each, group, make_carrier, has_stages or begins_at_rest) for each in optimizers)
     return model, made[0] if isinstance(optimizer, Optimizer) else made
 
 

@@ -1,6 +1,6 @@
 """Strategies: names (``table``), what applies them (``ways``), ``prepare`` (``apply``), what it returns (``prepared``)."""
 
-from .apply import MARK, PreparedAlready, is_prepared, prepare, prepare_unseen, record_steps
+from .apply import MARK, PreparedAlready, check_bucket_cap, is_prepared, prepare, prepare_unseen, record_steps
 from .prepared import unwrap
 from .table import DEFAULT, STRATEGIES, Strategy, check_groups, get, register
 from .ways import PreparedPair, Setup, WithExchange, device_ids, several, takes_several
@@ -14,6 +14,7 @@ __all__ = [
     "Setup",
     "Strategy",
     "WithExchange",
+    "check_bucket_cap",
     "check_groups",
     "device_ids",
     "get",

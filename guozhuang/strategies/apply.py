@@ -31,6 +31,7 @@ from guozhuang.world import (
     init,
     lay_out,
     requested_attention,
+    requested_bucket_cap_mb,
     requested_checkpoint,
     requested_groups,
     requested_layout,
@@ -140,10 +141,15 @@ def prepare_unseen(
     chosen = get(asked_for if asked_for is not None else DEFAULT)
     num_groups = requested_groups()
     check_groups(chosen, num_groups)
+    options = dict(ddp_options or {})
+    if (cap_mb := requested_bucket_cap_mb()) is not None:
+        check_bucket_cap(chosen, cap_mb)
+        if "bucket_cap_mb_list" not in options:
+            options.setdefault("bucket_cap_mb", cap_mb)
     world = _lay_out(world, chosen, layout, is_named=strategy is not None)
     optimizers: tuple[Any, ...] = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     _check(model, optimizers, chosen, world, num_replicas)
-    _check_ddp_options(chosen, ddp_options or {})
+    _check_ddp_options(chosen, options)
     _place(model, optimizers, world)
     if group := dist.group.WORLD:  # before the strategy's own comparison, which would find other buckets or weights
         agree(group, "the strategy", [chosen.name], timeout_s(group), "give prepare() the same strategy on every rank")
@@ -151,7 +157,7 @@ def prepare_unseen(
         why = "as asked" if asked_for is not None else "the default"
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
     _check_axis_options(world)
-    setup = Setup(world, num_replicas, num_groups, ddp_options or {}, wishes or {})
+    setup = Setup(world, num_replicas, num_groups, options, wishes or {})
     is_divided = world.layout.model_size > 1 and not chosen.divides_itself
     takes_all = len(optimizers) > 1 and (is_divided or isinstance(chosen.prepare, Sharded))
     stepped: Any = optimizers if takes_all else optimizers[0]
@@ -313,6 +319,17 @@ def _check(
                 fix="make the optimizer from the parameters of the very model you hand over",
             )
         )
+
+
+def check_bucket_cap(chosen: Strategy, cap_mb: float) -> None:
+    """Raise if a cap of buckets was requested for a strategy that does not wrap the model in DistributedDataParallel.
+
+    Raises:
+        UsageError: the strategy has no such buckets.
+    """
+    if not wraps_in_ddp(chosen.prepare):
+        what = f"strategy {chosen.name} does not put gradients into buckets of DistributedDataParallel"
+        raise UsageError(explain(what, value=f"--bucket-cap-mb {cap_mb:g}", fix="leave it out, or choose ddp"))
 
 
 def _check_ddp_options(chosen: Strategy, options: Mapping[str, Any]) -> None:

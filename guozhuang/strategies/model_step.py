@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import UsageError, explain
+from .ways import update
 
 if TYPE_CHECKING:
     from ..parallel.prepare import Divided
@@ -124,9 +125,5 @@ class PipelineStep:
             found = pipe.train(args, kwargs, batch, loss)
         passed("forward")
         passed("backward")
-        for optimizer in self._optimizers:
-            optimizer.step()
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        passed("optimizer")
+        update(self._optimizers, passed)
         return found

@@ -21,7 +21,7 @@ from ..parallel.division import disown
 from ..parallel.pipeline.blocks import find_blocks
 from ..world.layout import Layout
 from .model_step import inputs_of
-from .ways import PreparedPair, Setup
+from .ways import PreparedPair, Setup, update
 
 _MICROBATCHES_PER_RANK = 2
 
@@ -146,9 +146,7 @@ class TorchPipelineStep:
         )
         passed("forward")
         passed("backward")
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        passed("optimizer")
+        update((self._optimizer,), passed)
         loss = (
             torch.stack([each.detach() for each in losses]).mean() if is_last else torch.zeros((), device=self._device)
         )

@@ -1,7 +1,4 @@
-"""The table of strategies: from a name to the function that prepares a model and an optimizer, with all its settings.
-
-To add a strategy, implement its parts elsewhere and add one entry here.
-"""
+"""The table of strategies: from a name to the function that prepares a model and an optimizer. A new one is an entry here."""
 
 from __future__ import annotations
 
@@ -98,7 +95,7 @@ _ALLREDUCE = Lazy("exchange.allreduce:AllReduce")
 _QUANTIZE8 = _compressed("quantize8:MinMax8")
 _LOCAL_SGD = Lazy("exchange.local_sgd:LocalSGD", every=16)
 
-# Strategies are ordered from the simplest to use: if measurements tie, the earlier one is recommended.
+# Ordered from the simplest to use: if measurements tie, the earlier one is recommended.
 _TABLE: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
@@ -137,8 +134,7 @@ _TABLE: dict[str, Strategy] = {
             trains=True,
             one_process=True,
             prepare=ways.dp,
-            source="torch.nn.DataParallel, of which it is a drop-in; Krizhevsky, One weird trick for parallelizing "
-            "convolutional neural networks, 2014, arXiv:1404.5997",
+            source="torch.nn.DataParallel, of which it is a drop-in; Krizhevsky, One weird trick, 2014, arXiv:1404.5997",
         ),
         Strategy(
             "sharded",
@@ -387,6 +383,9 @@ _TABLE: dict[str, Strategy] = {
 }
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(_TABLE)
 
+#: Chooses among strategies while the script trains, so it is none of the table, which comparisons go through.
+AUTO = Strategy("auto", "the fastest exact one, raced in the first steps", True, True, False, ways.auto)
+
 
 def register(strategy: Strategy, after: str) -> None:
     """Add a strategy to the table. A package that this module may not import calls this when it is imported itself.
@@ -402,11 +401,13 @@ def register(strategy: Strategy, after: str) -> None:
 
 
 def get(name: str) -> Strategy:
-    """Return the strategy with this name.
+    """Return the strategy with this name, one of the table or :data:`AUTO`.
 
     Raises:
         UsageError: there is no strategy of that name; the text lists all names.
     """
+    if name == AUTO.name:
+        return AUTO
     if name not in STRATEGIES:
         near = difflib.get_close_matches(name, STRATEGIES, 1)
         fix = f"write {near[0]}, or choose" if near else "choose"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -101,12 +101,18 @@ class PlainStep:
         passed("forward")
         loss.backward()
         passed("backward")
-        for optimizer in self._optimizers:
-            optimizer.step()
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-        passed("optimizer")
+        update(self._optimizers, passed)
         return loss.detach()
+
+
+def update(optimizers: Iterable[Optimizer], passed: Callable[[str], object]) -> None:
+    """Let the optimizers make their step, then set their gradients to None; the last part of every training step."""
+    made = tuple(optimizers)
+    for optimizer in made:
+        optimizer.step()
+    for optimizer in made:
+        optimizer.zero_grad()
+    passed("optimizer")
 
 
 class PreparedPair(tuple[nn.Module, Any]):
@@ -217,9 +223,13 @@ class WithExchange:
         return wrapped, optimizer
 
 
+#: Wraps the model in DistributedDataParallel, and finds out in the first steps which exact way of averaging is the fastest.
+auto = Lazy("strategies.auto:prepare_auto")
+
+
 def wraps_in_ddp(prepare: Callable[..., object]) -> bool:
     """Return whether a strategy's function wraps the model in DistributedDataParallel, ours or PyTorch's."""
-    return prepare in (ddp, torch_ddp) or isinstance(prepare, WithExchange)
+    return prepare in (ddp, torch_ddp, auto) or isinstance(prepare, WithExchange)
 
 
 def torch_ddp(model: nn.Module, optimizer: Optimizer, setup: Setup) -> tuple[nn.Module, Optimizer]:
