@@ -90,6 +90,30 @@ def environment_of_launchers(
     return found | with_folders(found.get("PYTHONPATH", ""), python_path)
 
 
+def environment_of_rank(
+    rank: int, num_ranks: int, ranks_per_node: int, num_threads: int, strategy: str | None, layout: str | None
+) -> dict[str, str]:
+    """Return the environment of a rank that no agent starts, because it is alone in a fake world.
+
+    Args:
+        rank: the rank that the process plays.
+        num_ranks: of the fake world.
+        ranks_per_node: of each of its nodes.
+        num_threads: the value of OMP_NUM_THREADS.
+        strategy: of ``--strategy``; None: that of the environment.
+        layout: of ``--layout``; None: that of the environment.
+    """
+    node, local_rank = divmod(rank, ranks_per_node)
+    places = {
+        "RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": ranks_per_node,
+        "GROUP_RANK": node, "GROUP_WORLD_SIZE": num_ranks // ranks_per_node, "OMP_NUM_THREADS": num_threads,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500,
+    }  # fmt: skip
+    asked = {"GUOZHUANG_STRATEGY": strategy, "GUOZHUANG_LAYOUT": layout}
+    named = {name: value for name, value in asked.items() if value is not None}
+    return {**os.environ, **named, **{name: str(value) for name, value in places.items()}}
+
+
 def _nothing() -> None:
     pass
 

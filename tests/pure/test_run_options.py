@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from guozhuang.errors import UsageError
+from guozhuang.launch.hosts import options as hosts_options
 from guozhuang.launch.options import plan as options
 from guozhuang.launch.options.arguments import read
 from guozhuang.launch.options.plan import Plan
+from guozhuang.launch.options.plan_file import TrainingPlan, read_plan, write_plan
 from guozhuang.world import machine
 
 
@@ -68,6 +72,13 @@ def plan(*arguments: str, **environ: str) -> Plan:
         (["--hang-timeout", "-1"], "--hang-timeout"),
         (["--log-dir", "a file"], "folder for logs"),
         (["--servers", "-1"], "--servers is a count"),
+        (["--threads-per-rank", "0"], "--threads-per-rank is a count"),
+        (["--bucket-cap-mb", "0"], "--bucket-cap-mb is a number of MiB above 0"),
+        (["--bucket-cap-mb", "inf"], "--bucket-cap-mb is a number of MiB above 0"),
+        (["--bucket-cap-mb", "1", "--strategy", "sharded"], "strategy sharded does not put gradients into buckets"),
+        (["--bucket-cap-mb", "1", "--replace-ddp"], "the script wraps its model itself"),
+        (["--plan", "nowhere.json"], "the plan nowhere.json cannot be read: No such file"),
+        (["--plan", "train.py"], "this is no plan (train.py)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -161,3 +172,79 @@ def test_a_strategy_that_begins_with_whole_gradients_says_so() -> None:
     other_node = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1")
     for silent in (("--strategy", "quantize8"), ("--strategy", "qadam", *other_node)):
         assert not [note for note in plan(*silent).notes if "whole gradients" in note]
+
+
+PLANNED = TrainingPlan(
+    1, 2, "pipeline", "pp=2", microbatches=4, schedule="1f1b", backend="gloo", threads_per_rank=3, why="it is faster"
+)
+
+
+def test_a_plan_stands_for_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_plan(PLANNED, folder / "p.json")
+    assert read_plan("p.json") == PLANNED
+    words = PLANNED.command().split()
+    assert words[:2] == ["guozhuang", "run"] and words[-1] == "train.py"
+    expected, found = plan(*words[2:-1], OMP_NUM_THREADS="7"), plan("--plan", "p.json", OMP_NUM_THREADS="7")
+    assert found.variables == expected.variables and found.num_local_ranks == expected.num_local_ranks == 2
+    assert found.variables["OMP_NUM_THREADS"] == "3", "the plan says more than the environment"
+    again = ("--strategy", "pipeline", "-np", "2", "--nproc-per-node", "2", "--microbatches", "4")
+    with pytest.raises(UsageError, match="exclude each other"):
+        read([*again, "train.py"])
+    assert plan("--plan", "p.json", *again[:4], *again[6:], OMP_NUM_THREADS="7").variables == expected.variables
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "5")
+    assert plan("--plan", "p.json").num_local_ranks == 2
+    write_plan(TrainingPlan(1, 2, "ddp", groups=2, bucket_cap_mb=1.5), folder / "caps.json")
+    found = plan("--plan", "caps.json")
+    assert (found.variables["GUOZHUANG_BUCKET_CAP_MB"], found.variables["GUOZHUANG_GROUPS"]) == ("1.5", "2")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--strategy", "ddp"], "--strategy ddp contradicts the plan p.json, which says --strategy pipeline"),
+        (["--layout", "pp=4"], "--layout pp=4 contradicts the plan p.json, which says --layout pp=2"),
+        (["-np", "4"], "-np 4 contradicts the plan p.json, which says 2 ranks on each node"),
+        (["--nproc-per-node", "4"], "--nproc-per-node 4 contradicts the plan p.json, which says 2 ranks on each node"),
+        (["--threads-per-rank", "1"], "contradicts the plan p.json, which says --threads-per-rank 3"),
+        (["--nnodes", "2"], "the plan p.json is for 1 nodes, and this run has 2"),
+        (["-H", "a:2,b:2", "-np", "4"], "-np 4 contradicts the plan p.json, which says 2 ranks in all"),
+    ],
+)
+def test_what_contradicts_a_plan_is_refused_with_both(folder: Path, more: list[str], words: str) -> None:
+    write_plan(PLANNED, folder / "p.json")
+    with pytest.raises(UsageError) as caught:
+        plan("--plan", "p.json", *more)
+    assert words in str(caught.value) and "Fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema_version": 7}, "plan (p.json) is of another version of guozhuang (got 7)"),
+        ({"ranks_per_node": 0}, "no usable ranks_per_node (got '0')"),
+        ({"ranks_per_node": "two"}, "no usable ranks_per_node"),
+        ({"num_nodes": None}, "no usable num_nodes"),
+        ({"strategy": 3}, "no usable strategy"),
+        ({"bucket_cap_mb": -1}, "no usable bucket_cap_mb"),
+    ],
+)
+def test_a_plan_that_was_changed_by_hand_is_read_with_care(folder: Path, change: dict[str, Any], words: str) -> None:
+    write_plan(PLANNED, folder / "p.json")
+    (folder / "p.json").write_text(json.dumps(json.loads((folder / "p.json").read_text()) | change))
+    with pytest.raises(UsageError) as caught:
+        plan("--plan", "p.json")
+    assert words in str(caught.value) and "p.json" in str(caught.value)
+
+
+def test_a_plan_of_several_nodes_needs_their_names(folder: Path) -> None:
+    write_plan(TrainingPlan(2, 4, "ddp"), folder / "two.json")
+    with pytest.raises(UsageError, match=r"two.json is for 2 nodes, and this run has 1 .*name them with -H"):
+        plan("--plan", "two.json")
+    each = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1")
+    assert plan("--plan", "two.json", *each).num_local_ranks == 4
+    over_hosts = read(["--plan", "two.json", "-H", "a:4,b:4", "train.py"])
+    assert [*hosts_options.plan(over_hosts, {}).placed] == [("a", "4"), ("b", "4")]
+    write_plan(TrainingPlan(2, 4, "ddp", hosts="a:4,b:4"), folder / "named.json")
+    named = hosts_options.plan(read(["--plan", "named.json", "train.py"]), {})
+    assert [*named.placed] == [("a", "4"), ("b", "4")] and named.options["plan"] is None
+    assert (named.options["strategy"], named.options["num_ranks"]) == ("ddp", None)

@@ -38,7 +38,7 @@ from typing import Any
 from guozhuang.launch.console.copies import Copies, Copy
 from guozhuang.launch.console.say import WHO, say
 from guozhuang.launch.console.screen import mark
-from guozhuang.launch.console.streams import LogFile, NamedPipe, OwnTerminal, Stream, Trace
+from guozhuang.launch.console.streams import LastOutput, LogFile, NamedPipe, OwnTerminal, Stream
 from guozhuang.launch.console.target import Target, is_same
 from guozhuang.watch.processes import pidfd_open
 
@@ -80,7 +80,7 @@ class Output:
         timestamps: bool = False,
         who: str = WHO,
     ) -> None:
-        self.traces: dict[int, Trace] = {}
+        self.traces: dict[int, LastOutput] = {}
         self._timestamps, self._who = timestamps, who
         same = is_same(1, 2)
         (out_ends_on, out_colour), (err_ends_on, err_colour) = terminals or ((None, None), (None, None))
@@ -96,7 +96,7 @@ class Output:
         self._streams: list[Stream] = []
         # For each process with a ``name`` in place of a rank (see ``pipes``): "stdout" or "stderr" -> its stream.
         self._named: dict[int, dict[str, Stream]] = {}
-        self._files: list[tuple[LogFile, Trace]] = []
+        self._files: list[tuple[LogFile, LastOutput]] = []
         self._copies = Copies()
         self._handlers: dict[int, Any] = {}  # signal -> the handler that ours replaced, to restore it
         self._ending = self._is_closed = False
@@ -115,11 +115,11 @@ class Output:
         with self._lock:
             self._drain()
         self._poke()
-        self.traces = {rank: Trace() for rank in ranks}
+        self.traces = {rank: LastOutput() for rank in ranks}
 
     def replace(self, rank: int) -> None:
         """Drop the kept lines of a rank whose process is replaced: they must not explain the end of the new process."""
-        self.traces[rank] = Trace()
+        self.traces[rank] = LastOutput()
 
     def pipes(
         self,
@@ -247,14 +247,14 @@ class Output:
     def watch(self, pids: Mapping[int, int]) -> None:
         """Watch these processes (rank -> process id), and note when each of them ends, in its trace."""
         for rank, pid in pids.items():
-            trace = self.traces.setdefault(rank, Trace())
+            trace = self.traces.setdefault(rank, LastOutput())
             trace.pid = pid
             try:
                 handle = pidfd_open(pid)
             except OSError:
                 continue  # a kernel without pidfd: the time at which the agent notices the end is used instead
 
-            def ended(handle: int = handle, trace: Trace = trace) -> None:
+            def ended(handle: int = handle, trace: LastOutput = trace) -> None:
                 trace.ended = time.monotonic()
                 self._selector.unregister(handle)
                 os.close(handle)

@@ -43,7 +43,7 @@ _OUTPUT_FLAGS, _LOCAL_FLAGS = 1, 3  # indices into the list that termios.tcgetat
 
 
 @dataclass
-class Trace:
+class LastOutput:
     """The process id, end and last lines of one rank in the current attempt.
 
     Attributes:
@@ -182,7 +182,7 @@ class Stream:
         self,
         way: NamedPipe | OwnTerminal,
         rank: int | str,
-        trace: Trace,
+        trace: LastOutput,
         screen: Screen | None,
         colour: bool,
         timestamps: bool = False,

@@ -22,7 +22,7 @@ from guozhuang.launch.signals import ENDING
 # Options that the launcher itself carries out, and options on the rendezvous, which -H excludes because it sets that up.
 _OF_THE_LAUNCHER = (
     "hosts", "hostfile", "exported", "ssh_port", "ssh_identity", "ssh_config", "start_timeout", "interface", "servers",
-    "server_hosts", "num_ranks",
+    "server_hosts", "num_ranks", "plan",
 )  # fmt: skip
 _EXCLUDED = RENDEZVOUS_DEFAULTS.keys() - {"master_addr", "master_port"} | {"local_addr"}
 

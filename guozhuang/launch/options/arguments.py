@@ -12,6 +12,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.launch.job import Policy
 from guozhuang.launch.options import script
 from guozhuang.launch.options import torchrun as torchrun_options
+from guozhuang.launch.options.plan_file import apply_plan
 
 DEFAULT_START_TIMEOUT_S = 60.0
 
@@ -27,7 +28,12 @@ def parser() -> argparse.ArgumentParser:
     ours = found.add_argument_group("guozhuang")
     add = functools.partial(_add, ours)
     add("-np", dest="num_ranks", metavar="N", help="How many ranks: of this node, or with -H of all hosts together.")
-    add("--strategy", metavar="NAME", help="How gz.prepare spreads the training; see the README.")
+    add("--plan", metavar="FILE", help="Start the ranks as a plan says that `guozhuang plan --out FILE` wrote.")
+    add(
+        "--strategy",
+        metavar="NAME",
+        help="How gz.prepare spreads the training; see the README. auto: raced in the first minute.",
+    )
     add(
         "--layout",
         metavar="AXES",
@@ -48,6 +54,20 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         metavar="K",
         help="Process groups that take buckets in turn under gz.prepare (default: 1).",
+    )
+    add(
+        "--bucket-cap-mb",
+        type=float,
+        metavar="MIB",
+        help="Cap of a bucket of gradients, in MiB, for strategies under which gz.prepare wraps the model in "
+        "DistributedDataParallel (default: 25).",
+    )
+    add(
+        "--threads-per-rank",
+        type=int,
+        metavar="N",
+        help="Threads that each rank computes with (default: OMP_NUM_THREADS if it is set, else the node's cores divided by "
+        "its ranks).",
     )
     add(
         "--servers",
@@ -126,11 +146,14 @@ def read(
         prepare: called with the parser before it is used; it returns the parser.
 
     Raises:
-        UsageError: an option or a PET_ variable has a value that cannot work, or options exclude each other.
+        UsageError: an option or a PET_ variable has a value that cannot work, options exclude each other, or the plan that
+            is named cannot be read or is contradicted.
         SystemExit: an unknown option, or no script; the parser has printed the error.
     """
     made = parser()
     found = script.read(made if prepare is None else prepare(made), arguments)
+    if found.plan is not None:
+        apply_plan(found, os.environ)
     if found.num_ranks is not None:
         if found.nproc_per_node not in (None, os.environ.get("PET_NPROC_PER_NODE")):
             what = "-np counts the ranks of all hosts, --nproc-per-node those of each: they exclude each other"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.job import Policy
-from guozhuang.launch.options import nodes, script
+from guozhuang.launch.options import nodes, plan_file, script
 from guozhuang.launch.options import torchrun as torchrun_options
 from guozhuang.launch.options.torchrun import RENDEZVOUS_DEFAULTS
 from guozhuang.net import interfaces
@@ -97,6 +98,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         chosen.append(f"node {node.node_rank} of {node.num_nodes}, as the launcher of this agent says")
     found.master_addr = found.master_addr or "127.0.0.1"
     least_nodes, most_nodes = torchrun_options.settle_nodes(found)
+    plan_file.check_nodes(found, least_nodes, most_nodes)
     torchrun_options.check(found, environ, num_local_ranks, most_nodes)
     is_torchruns = torchrun_options.is_torchruns(found, most_nodes)
     _check_servers(found.servers, least_nodes, most_nodes, found.rdzv_backend if is_torchruns else "")
@@ -107,7 +109,13 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         found.local_addr = found.local_addr or "localhost"
     variables: dict[str, str] = {}
     num_cores = machine.usable_cores()
-    if "OMP_NUM_THREADS" not in environ:
+    if found.threads_per_rank is not None:
+        if found.threads_per_rank < 1:
+            what = "--threads-per-rank is a count of threads, at least 1"
+            raise UsageError(explain(what, value=found.threads_per_rank, fix="give 1 or more"))
+        variables["OMP_NUM_THREADS"] = str(found.threads_per_rank)
+        chosen.append(f"OMP_NUM_THREADS={found.threads_per_rank} (--threads-per-rank)")
+    elif "OMP_NUM_THREADS" not in environ:
         num_threads = max(1, num_cores // num_local_ranks)
         variables["OMP_NUM_THREADS"] = str(num_threads)
         chosen.append(f"OMP_NUM_THREADS={num_threads} ({num_cores} cores / {num_local_ranks} ranks)")
@@ -124,6 +132,9 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     if found.groups is not None:
         _check_groups(found.groups, found.strategy)
         variables["GUOZHUANG_GROUPS"] = str(found.groups)
+    if found.bucket_cap_mb is not None:
+        _check_bucket_cap(found.bucket_cap_mb, found.strategy, found.replace_ddp)
+        variables["GUOZHUANG_BUCKET_CAP_MB"] = f"{found.bucket_cap_mb:g}"
     timeline = None
     if found.timeline is not None:
         timeline = os.path.abspath(found.timeline)
@@ -364,6 +375,19 @@ def _check_groups(number: int, strategy: str | None) -> None:
             explain("--groups is a count of process groups, at least 1", value=number, fix="give 1 or more")
         )
     strategies.check_groups(strategies.get(strategy or strategies.DEFAULT), number)
+
+
+def _check_bucket_cap(cap_mb: float, strategy: str | None, replaces_ddp: bool) -> None:
+    from guozhuang import strategies
+
+    if not 0 < cap_mb < math.inf:
+        raise UsageError(explain("--bucket-cap-mb is a number of MiB above 0", value=cap_mb, fix="leave it out for 25"))
+    if replaces_ddp:
+        what = "--bucket-cap-mb is for gz.prepare, and under --replace-ddp the script wraps its model itself"
+        raise UsageError(
+            explain(what, value=cap_mb, fix="give bucket_cap_mb= to DistributedDataParallel in the script")
+        )
+    strategies.check_bucket_cap(strategies.get(strategy or strategies.DEFAULT), cap_mb)
 
 
 def _check_servers(number: int | None, least_nodes: int, most_nodes: int, torchruns_way: str) -> None:

@@ -1,0 +1,1 @@
+"""``guozhuang plan``: which layouts fit, and which is fastest."""

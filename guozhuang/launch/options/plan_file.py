@@ -1,0 +1,220 @@
+"""The plan file: how a training is to be started, as ``guozhuang plan`` writes it and ``guozhuang run --plan`` reads it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import platform
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from guozhuang.errors import UsageError, explain
+from guozhuang.records import from_json, to_json, write_text
+
+_VERSION = 1
+
+# Which option of `guozhuang run` each field of a plan stands for, with the attribute of its parsed command line.
+_OPTIONS = {
+    "strategy": ("--strategy", "strategy"),
+    "layout": ("--layout", "layout"),
+    "microbatches": ("--microbatches", "microbatches"),
+    "schedule": ("--schedule", "schedule"),
+    "backend": ("--backend", "backend"),
+    "groups": ("--groups", "groups"),
+    "bucket_cap_mb": ("--bucket-cap-mb", "bucket_cap_mb"),
+    "threads_per_rank": ("--threads-per-rank", "threads_per_rank"),
+}
+
+_KINDS: dict[str, type[int] | type[str] | type[float]] = {
+    **dict.fromkeys(("num_nodes", "ranks_per_node", "microbatches", "groups", "threads_per_rank"), int),
+    **dict.fromkeys(("strategy", "layout", "schedule", "backend", "hosts"), str),
+    "bucket_cap_mb": float,
+}
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """One way to start a training; a field that is None leaves the choice to ``guozhuang run``.
+
+    Attributes:
+        num_nodes: on how many nodes the ranks are.
+        ranks_per_node: how many ranks each node has.
+        strategy: as ``--strategy`` takes it, and so for the next fields.
+        layout: the sizes of axes.
+        microbatches: into how many parts a pipeline cuts a batch.
+        schedule: the order of a pipeline.
+        backend: what carries collectives.
+        groups: how many process groups take buckets in turn.
+        bucket_cap_mb: the cap of a bucket of gradients, in MiB.
+        threads_per_rank: how many threads each rank computes with.
+        hosts: the hosts and their ranks as ``-H`` takes them, such as ``a:2,b:2``; None: the command line names them.
+        in_the_script: what the script has to do itself, in words: its batch size, recomputation.
+        why: why this plan was chosen, in words.
+        date: the day on which it was made, as YYYY-MM-DD.
+        versions: the versions of the packages that made it.
+        prediction: what was expected of it; times in seconds.
+        tuned_on: the machine, the versions and the training for which it was found by measuring, by their names; empty for a
+            plan that was computed.
+        schema_version: the version of this format.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    strategy: str | None = None
+    layout: str | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    backend: str | None = None
+    groups: int | None = None
+    bucket_cap_mb: float | None = None
+    threads_per_rank: int | None = None
+    hosts: str | None = None
+    in_the_script: tuple[str, ...] = ()
+    why: str = ""
+    date: str = ""
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    prediction: Mapping[str, Any] = field(default_factory=dict)
+    tuned_on: Mapping[str, str] = field(default_factory=dict)
+    schema_version: int = _VERSION
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of all nodes together."""
+        return self.num_nodes * self.ranks_per_node
+
+    def options(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield (option of ``guozhuang run``, attribute of its parsed command line, value) of each field that is set."""
+        for name, (option, attribute) in _OPTIONS.items():
+            if getattr(self, name) is not None:
+                yield option, attribute, getattr(self, name)
+
+    def command(self, script: str = "train.py") -> str:
+        """Return the command line that starts the training as planned; with several nodes, the one of each node."""
+        words = ["guozhuang", "run"]
+        if self.hosts is not None:
+            words += ["-H", self.hosts]
+        elif self.num_nodes > 1:
+            words += ["--nnodes", str(self.num_nodes), "--node-rank", "NODE", "--master-addr", "FIRST"]
+        words += [] if self.hosts is not None else ["-np", str(self.ranks_per_node)]
+        for option, _, value in self.options():
+            words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
+        return shlex.join([*words, script])
+
+
+def write_plan(plan: TrainingPlan, path: Path) -> None:
+    """Write a plan to a file, which appears complete or not at all.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        write_text(path, to_json(asdict(plan)) + "\n")
+    except OSError as error:
+        what = f"the plan cannot be written: {error.strerror}"
+        raise UsageError(explain(what, value=str(path), fix="give --out the path of a file in a folder")) from error
+
+
+def read_plan(path: str) -> TrainingPlan:
+    """Return the plan of a file.
+
+    Raises:
+        UsageError: the file cannot be read, is no plan, or one of another version; the text names the file.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"the plan {path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise UsageError(explain(what, fix="give --plan a file that `guozhuang plan --out` wrote")) from error
+    fix = "make it again with `guozhuang plan ... --out`"
+    found = from_json(TrainingPlan, text, _VERSION, f"plan ({path})", fix)
+    for name, kind in _KINDS.items():
+        value = getattr(found, name)
+        needs = name in ("num_nodes", "ranks_per_node")
+        is_one = isinstance(value, kind) and not isinstance(value, bool) and (isinstance(value, str) or value > 0)
+        if (value is None and needs) or (value is not None and not is_one):
+            what = f"the plan {path} has no usable {name}"
+            raise UsageError(explain(what, value=repr(value), fix=f"write {_words_of(kind)}, or {fix}"))
+    return found
+
+
+def _words_of(kind: type) -> str:
+    return {int: "a whole number of at least 1", float: "a number above 0"}.get(kind, "a text")
+
+
+def apply_plan(found: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Set the options of a parsed command line of ``guozhuang run`` that ``--plan`` stands for.
+
+    Options that are given beside the plan stay if they say the same. ``-H`` and ``--hostfile`` say where the plan's ranks are.
+
+    Args:
+        found: the parsed command line, which is changed.
+        environ: the environment, from which torchrun's parser takes defaults (``PET_NPROC_PER_NODE``).
+
+    Raises:
+        UsageError: the file is no plan, or an option contradicts it; the text names both.
+    """
+    path: str = found.plan
+    plan = read_plan(path)
+    _check_same_machine(path, plan.tuned_on)
+    for option, attribute, planned in plan.options():
+        given = getattr(found, attribute)
+        if given is not None and given != planned:
+            raise _contradiction(path, f"{option} {planned}", f"{option} {given}")
+        setattr(found, attribute, planned)
+    if plan.hosts is not None and not found.hosts and found.hostfile is None:
+        found.hosts = [plan.hosts]
+    per_node = found.nproc_per_node if found.nproc_per_node != environ.get("PET_NPROC_PER_NODE") else None
+    if per_node is not None and str(per_node) != str(plan.ranks_per_node):
+        raise _contradiction(path, f"{plan.ranks_per_node} ranks on each node", f"--nproc-per-node {per_node}")
+    is_over_hosts = bool(found.hosts) or found.hostfile is not None
+    planned = plan.num_ranks if is_over_hosts else plan.ranks_per_node
+    if found.num_ranks is not None and str(found.num_ranks) != str(planned):
+        raise _contradiction(
+            path, f"{planned} ranks {'in all' if is_over_hosts else 'on each node'}", f"-np {found.num_ranks}"
+        )
+    found.num_ranks, found.nproc_per_node = str(planned), None
+
+
+def _check_same_machine(path: str, tuned_on: Mapping[str, str]) -> None:
+    """Raise if a plan was found by measuring on another machine or versions, where another may be the fastest."""
+    if not tuned_on:
+        return
+    from guozhuang.world.machine import processor_name, usable_cores  # imports torch, which parsers do without
+
+    here = {"cpu": processor_name(), "num_cores": str(usable_cores()), "python": platform.python_version()}
+    for package in ("torch", "guozhuang"):
+        with contextlib.suppress(PackageNotFoundError):
+            here[package] = version(package)
+    differs = [
+        f"{name} was {tuned_on[name]}, is {value}" for name, value in here.items() if tuned_on.get(name, value) != value
+    ]
+    if differs:
+        what = f"the plan {path} was tuned on another machine or other versions: {'; '.join(differs)}"
+        raise UsageError(explain(what, fix="tune here: guozhuang tune --out FILE; or give its options one by one"))
+
+
+def check_nodes(found: argparse.Namespace, least_nodes: int, most_nodes: int) -> None:
+    """Raise if a run has another number of nodes than the plan that its command line names.
+
+    Raises:
+        UsageError: the numbers differ; the text says how the nodes of the plan are named.
+    """
+    if found.plan is None:
+        return
+    wanted = read_plan(found.plan).num_nodes
+    if (least_nodes, most_nodes) != (wanted, wanted):
+        given = str(most_nodes) if least_nodes == most_nodes else f"{least_nodes}:{most_nodes}"
+        what = f"the plan {found.plan} is for {wanted} nodes, and this run has {given}"
+        each = f"--nnodes {wanted} --node-rank I --master-addr ADDRESS on each node"
+        raise UsageError(
+            explain(what, value=given, fix=f"name them with -H host1:RANKS,host2:RANKS,..., or give {each}")
+        )
+
+
+def _contradiction(path: str, planned: str, given: str) -> UsageError:
+    what = f"{given} contradicts the plan {path}, which says {planned}"
+    return UsageError(explain(what, fix="leave the option out, or --plan, or make another plan"))
