@@ -188,6 +188,36 @@ def _compare(arguments: Sequence[str]) -> int:
     return compare.run(found, compat.extension().python_path)
 
 
+def _tune_parser() -> argparse.ArgumentParser:
+    from guozhuang.lab.tune.arguments import parser
+
+    return parser()
+
+
+def _tune(arguments: Sequence[str]) -> int:
+    found = _suggesting(_tune_parser()).parse_args(list(arguments))
+    with _importing():
+        from guozhuang import compat, public  # noqa: F401
+        from guozhuang.lab.tune import command
+
+    return command.run(found, compat.extension().python_path)
+
+
+def _predict_parser() -> argparse.ArgumentParser:
+    from guozhuang.lab.predict.arguments import parser
+
+    return parser()
+
+
+def _predict(arguments: Sequence[str]) -> int:
+    found = _suggesting(_predict_parser()).parse_args(list(arguments))
+    with _importing():
+        from guozhuang import compat, public  # noqa: F401
+        from guozhuang.lab.predict import command
+
+    return command.run(found, compat.extension().python_path)
+
+
 def _check_parser() -> argparse.ArgumentParser:
     from guozhuang.check.arguments import parser
 
@@ -201,6 +231,24 @@ def _check(arguments: Sequence[str]) -> int:
         from guozhuang.check import command
 
     return command.execute(found)
+
+
+def _plan_parser() -> argparse.ArgumentParser:
+    from guozhuang.lab.planner.arguments import parser
+
+    return parser()
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    found = _suggesting(_plan_parser()).parse_args(list(arguments))
+    from guozhuang.lab.planner import command
+
+    if found.workload is None and found.profile is None and found.training_script is None:
+        return command.execute(found)  # formulas alone, which need no torch
+    with _importing():
+        from guozhuang import compat, public  # noqa: F401
+
+    return command.execute(found, compat.extension().python_path)
 
 
 def _checkpoint_parser() -> argparse.ArgumentParser:
@@ -279,6 +327,11 @@ COMMANDS = {
     "run": Command("start the ranks of a training script (takes torchrun's options)", _run_parser, _run),
     "check": Command("measure links and compare hosts, and say what is wrong", _check_parser, _check),
     "compare": Command("train the same workload under several strategies, side by side", _compare_parser, _compare),
+    "predict": Command("measure one process for a minute, and predict many", _predict_parser, _predict),
+    "plan": Command(
+        "find the layout that is fastest within memory and money, and why not another", _plan_parser, _plan
+    ),
+    "tune": Command("race settings of a training here, and write a plan of the fastest", _tune_parser, _tune),
     "checkpoint": Command("list, show, verify and export checkpoints", _checkpoint_parser, _checkpoint),
     "completion": Command("print what lets bash or zsh complete this command line", _completion_parser, _completion),
 }

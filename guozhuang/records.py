@@ -7,8 +7,8 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +51,7 @@ def from_json(cls: type[T], text: str, version: int, what: str, fix: str) -> T:
         text: the document; unknown keys are ignored.
         version: the schema version that this version of guozhuang reads.
         what: the document's name, for errors: "results.json".
-        fix: what to do about a document of another version.
+        fix: what to do about a document that cannot be read, or is of another version.
 
     Raises:
         UsageError: the text is no such document, has another schema version, or lacks a field.
@@ -60,13 +60,13 @@ def from_json(cls: type[T], text: str, version: int, what: str, fix: str) -> T:
         document = json.loads(text)
         found = document["schema_version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(explain(f"this is no {what}: {error!r}")) from error
+        raise UsageError(explain(f"this is no {what}: {error!r}", fix=fix)) from error
     if found != version:
         raise UsageError(explain(f"{what} is of another version of guozhuang", value=found, fix=fix))
     try:
         return build(cls, document)
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(explain(f"{what} is not complete: {error!r}")) from error
+        raise UsageError(explain(f"{what} is not complete: {error!r}", fix=fix)) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -84,12 +84,20 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def _fits(cls: Any, names: Collection[str]) -> bool:
+    """Whether a dataclass has all these fields, and a default for each other one."""
+    needed = {each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING}
+    return needed <= set(names) <= {each.name for each in fields(cls)}
+
+
 def _value(hint: Any, value: Any) -> Any:
     if value is None:
         return None
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         inner = [h for h in typing.get_args(hint) if h is not type(None)]
+        if len(inner) > 1 and isinstance(value, Mapping):  # one of several dataclasses: that with these fields
+            inner = [h for h in inner if is_dataclass(h) and _fits(h, value.keys())]
         return _value(inner[0], value) if len(inner) == 1 else value
     if origin is tuple:
         return tuple(_value(typing.get_args(hint)[0], item) for item in value)

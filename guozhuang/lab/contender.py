@@ -99,6 +99,9 @@ def _contender(name: str, backend: str | None, num_groups: int, on_cpu: bool, nu
     what_runs, at, own = name.partition("@")
     strategy, _, sizes = what_runs.partition(":")
     entry = strategies.get(strategy)
+    if strategy not in strategies.STRATEGIES:
+        what = "strategy auto chooses among others while it trains, and so is no row of a comparison"
+        raise UsageError(explain(what, value=name, fix="compare those that it chooses from, such as ddp and sharded"))
     if entry.one_process and (at or sizes):
         lacks = "where no backend carries anything" if at else "which has no axes"
         what = f"strategy {strategy} runs in one process, {lacks}"

@@ -122,7 +122,7 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         raise UsageError(explain("--timeout is a number of seconds above 0", value=namespace.timeout))
     if namespace.steps is not None and namespace.epochs is not None:
         raise UsageError(explain("--steps and --epochs were both given", fix="give one of them"))
-    out = _writable(namespace.out)
+    out = writable(namespace.out)
     if namespace.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             explain("there is no CUDA device on this machine", value="--device cuda", fix="say --device cpu")
@@ -131,7 +131,7 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         fix = "name a file; FILE-strategy.json are written"
         raise UsageError(explain("--timeline is a folder", value=str(namespace.timeline), fix=fix))
     if namespace.timeline is not None:
-        _writable(namespace.timeline.absolute().parent, "--timeline")
+        writable(namespace.timeline.absolute().parent, "--timeline")
     options = workloads.options_from(namespace.workload, namespace)
     console.print(f"Loading the workload {workloads.title(namespace.workload)} …", highlight=False)
     workload = workloads.load(namespace.workload, options, scratch / "data")
@@ -218,7 +218,8 @@ def _names(namespace: argparse.Namespace, on_cpu: bool, num_ranks: int) -> str:
     return ",".join(short_set(on_cpu, backend == SHARED_MEMORY))
 
 
-def _writable(folder: Path, option: str = "--out") -> Path:
+def writable(folder: Path, option: str = "--out") -> Path:
+    """Make a folder if there is none, and return its absolute path; raise UsageError if nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

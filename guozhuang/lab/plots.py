@@ -6,7 +6,7 @@ import functools
 import io
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from guozhuang import units
@@ -49,17 +49,28 @@ def draw(results: Results) -> Mapping[str, Picture]:
     drawings: dict[str, _Drawing] = {"speed": _speed, "step": _step, "loss": _loss}
     found = {}
     for name, drawing in drawings.items():
-        wide, narrow = (
-            _render(
-                f"{name}{'-narrow' * (width == _NARROW)}",
-                functools.partial(drawing, rows, chosen, width),
-                (width, _height(name, rows, width)),
-                with_png=width == _WIDE,
-            )
-            for width in (_WIDE, _NARROW)
-        )
-        found[name] = Picture(*wide, narrow[1])
+        found[name] = picture(name, functools.partial(drawing, rows, chosen), functools.partial(_height, name, rows))
     return found
+
+
+def picture(name: str, drawing: Callable[[float, Any], None], height: Callable[[float], float]) -> Picture:
+    """Draw one plot, for a wide and for a narrow page.
+
+    Args:
+        name: of the plot, unique on its page.
+        drawing: called with the width in inches and with matplotlib's axes.
+        height: the height in inches of a picture of a width.
+    """
+    wide, narrow = (
+        _render(
+            f"{name}{'-narrow' * (width == _NARROW)}",
+            functools.partial(drawing, width),
+            (width, height(width)),
+            with_png=width == _WIDE,
+        )
+        for width in (_WIDE, _NARROW)
+    )
+    return Picture(*wide, narrow[1])
 
 
 def _height(name: str, rows: list[StrategyRow], width: float) -> float:
@@ -75,8 +86,12 @@ def _num_columns(width: float) -> int:
 
 
 def colors(results: Results) -> dict[str, str]:
-    """Return a mapping row name -> colour for all plots; rows share a colour only if there are more rows than colours."""
-    names = [row.name for row in results.rows]
+    """Return a mapping row name -> colour for all plots of a comparison."""
+    return colors_of([row.name for row in results.rows])
+
+
+def colors_of(names: Sequence[str]) -> dict[str, str]:
+    """Return a mapping row name -> colour; rows share a colour only if there are more rows than colours."""
     spare = [*_MORE_COLORS, *(color for name, color in _COLORS.items() if name not in names)]
     others = [name for name in names if name not in _COLORS]
     return {name: _COLORS[name] for name in names if name in _COLORS} | {

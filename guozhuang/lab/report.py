@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from guozhuang import units
 from guozhuang.lab import plots
@@ -13,6 +13,9 @@ from guozhuang.lab.results import FINAL_LOSS_STEPS, Results, to_json
 from guozhuang.lab.table import STAGE_HEADINGS, largest_batch, stage_lines
 from guozhuang.lab.verdict import Verdict, judge
 from guozhuang.records import write_bytes, write_text
+
+if TYPE_CHECKING:
+    import jinja2
 
 
 def write(results: Results, folder: Path) -> Path:
@@ -48,16 +51,7 @@ def html(results: Results, verdict: Verdict, pictures: Mapping[str, plots.Pictur
         verdict: the conclusion drawn from it.
         pictures: the plots by name.
     """
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["unbroken"] = _unbroken
-    environment.filters["parts"] = units.name_parts
-    template = environment.from_string(
-        resources.files("guozhuang.lab").joinpath("report.html.jinja").read_text("utf-8")
-    )
+    template = template_of("report.html.jinja")
     rows = [row for row in results.rows if row.ok]
     ranks = [rank for row in rows for one in row.rounds for rank in one.ranks]
     return template.render(
@@ -79,6 +73,22 @@ def html(results: Results, verdict: Verdict, pictures: Mapping[str, plots.Pictur
         final_loss_steps=FINAL_LOSS_STEPS,
         u=units,
     )
+
+
+def template_of(name: str) -> jinja2.Template:
+    """Return a template of a page, by its path below ``guozhuang/lab``."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("guozhuang.lab", ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["unbroken"] = _unbroken
+    environment.filters["parts"] = units.name_parts
+    return environment.get_template(name)
 
 
 def _unbroken(text: str) -> str:

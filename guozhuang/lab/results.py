@@ -72,6 +72,7 @@ class RankRecord:
         dataset_size: the number of training samples.
         batch_size: the samples of one step on this rank; its share of them where ranks hold one copy of the model together.
         backend: the backend of this rank's collectives; empty in a strategy of one process, which has none.
+        median_step_s: the median of the measured steps, which another program's burst changes less than the mean.
         num_batch_norms: the model's batch normalization layers whose statistics are those of one rank's samples alone.
         noise_scale: the gradient noise scale in samples at the end of the run; None where it was not measured.
         stages: the stages of a pipeline that this rank computed.
@@ -97,6 +98,7 @@ class RankRecord:
     batch_size: int
     backend: str = ""
     num_batch_norms: int = 0
+    median_step_s: float = 0.0
     noise_scale: float | None = None
     stages: tuple[StageTimes, ...] = ()
 

@@ -115,16 +115,18 @@ class Runs:
 
 
 def command(spec: RunSpec, spec_file: Path) -> list[str]:
-    """Return the command line of a run: one process for a strategy of one process, else ranks under the launcher."""
+    """Return the command line of a run: one process for a strategy of one process or a rank of a fake world, else ranks
+    under the launcher."""
     python = [sys.executable, "-u"]
     worker = ["-m", "guozhuang.lab.worker", str(spec_file)]
-    if strategies.get(spec.strategy).one_process:
+    if strategies.get(spec.strategy).one_process or spec.purpose == "trace":
         return [*python, *worker]
     # Each rank writes to a file of its own, so that the launcher need not spend time on copying output.
     options = ["--nproc-per-node", str(spec.num_ranks), "--log-dir", str(Path(spec.folder) / _RANK_LOGS)]
     options += ["--strategy", spec.strategy, "--groups", str(spec.num_groups)]
     options += ["--backend", spec.backend] if spec.backend is not None else []
     options += ["--layout", spec.layout] if spec.layout is not None else []
+    options += ["--bucket-cap-mb", f"{spec.bucket_cap_mb:g}"] if spec.bucket_cap_mb is not None else []
     return [*python, "-m", "guozhuang", "run", *options, *worker]
 
 

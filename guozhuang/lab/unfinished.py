@@ -24,8 +24,12 @@ _SCHEMA_VERSION = 2
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def alone_in(folder: Path, what: str = "comparison") -> Iterator[None]:
     """Let no other comparison write to a folder inside this context: it would remove these runs, or take them for its own.
+
+    Args:
+        folder: the folder.
+        what: what the command is called in the error.
 
     Raises:
         UsageError: another one, perhaps of another process, is in this context.
@@ -36,9 +40,7 @@ def alone_in(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fix = "wait for its end, or give this one another --out"
-            raise UsageError(
-                explain("another comparison writes to this folder now", value=str(folder), fix=fix)
-            ) from None
+            raise UsageError(explain(f"another {what} writes to this folder now", value=str(folder), fix=fix)) from None
         except OSError:  # a network file system without such locks
             pass
         yield

@@ -12,10 +12,11 @@ import json
 import mmap
 import os
 import signal
+import statistics
 import struct
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,11 +31,14 @@ from guozhuang.errors import UsageError
 from guozhuang.exchange.allreduce import AllReduce
 from guozhuang.exchange.noise_scale import NoiseMeter, NoiseScale
 from guozhuang.lab import measure
+from guozhuang.lab.planner.fake.traces import record_trace
 from guozhuang.lab.results import Phases, RankRecord
-from guozhuang.records import build, write_text
+from guozhuang.lab.tune.knobs import fuse
+from guozhuang.records import build, to_json, write_text
 from guozhuang.sharding.whole import full, full_weights, is_divided
 from guozhuang.timeline import Timeline
 from guozhuang.workloads import Workload, load
+from guozhuang.workloads.base import to_device
 
 # The noise scale is measured after the run, from so many backwards at most; a mean over them that forgets none.
 _NOISE_STEPS, _NOISE_SMOOTHING = 20, 0.99
@@ -48,7 +52,9 @@ class RunSpec:
         name: the name of the row, for names of files.
         strategy: a name from ``guozhuang.strategies``.
         purpose: ``first``: a run of the first round, which also saves the weights and evaluates the model; ``timing``: measure
-            only; ``timeline``: write a trace instead of measuring; ``trial``: as ``timing``, for an estimate.
+            only; ``timeline``: write a timeline instead of measuring; ``trial``: as ``timing``, for an estimate; ``profile``:
+            measure the step closely for ``seconds``; ``collectives``: measure collectives for as long, and train nothing;
+            ``trace``: one process plays rank ``rank`` of a fake world, and writes ``trace.json``.
         folder: the folder to which the ranks write their results.
         workload: the workload's name, or ``module:function``.
         options: the options of the workload.
@@ -64,6 +70,13 @@ class RunSpec:
         num_groups: the number of process groups that exchange the buckets in turn.
         layout: the sizes of axes, as ``--layout`` takes them; None: the strategy's own.
         schedule: that of a pipeline, as ``--schedule`` takes it; None: the order of the script's own loop.
+        seconds: how long a run for a profile measures; its steps are not counted beforehand.
+        batch_sizes: other batch sizes that a profile measures.
+        rank: the rank that a process plays in a fake world.
+        num_nodes: the nodes of a fake world.
+        batch_size: samples per rank and step in place of the workload's; None: the workload's.
+        is_fused: whether the workload's optimizer is made to update all parameters in one kernel.
+        bucket_cap_mb: the cap of a bucket, as ``--bucket-cap-mb`` takes it; None: the default.
     """
 
     name: str
@@ -85,6 +98,13 @@ class RunSpec:
     num_groups: int = 1
     layout: str | None = None
     schedule: str | None = None
+    seconds: float = 0.0
+    batch_sizes: tuple[int, ...] = ()
+    rank: int = 0
+    num_nodes: int = 1
+    batch_size: int | None = None
+    is_fused: bool = False
+    bucket_cap_mb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,22 +127,33 @@ class _Trainer:
 
     def __init__(self, spec: RunSpec, here: world.World) -> None:
         self.spec = spec
-        self.here = here
+        self.on_part: Callable[[str], object] = lambda part: None  # called when a part of a step has ended
         self.workload = load(spec.workload, spec.options, Path(spec.data_folder))
+        if spec.batch_size is not None:
+            self.workload = dataclasses.replace(self.workload, batch_size=spec.batch_size)
         self.strategy = strategies.get(spec.strategy)
         self.clock = measure.Clock(here.device)
         self.timeline = Timeline(here.rank) if spec.purpose == "timeline" else None
         torch.manual_seed(spec.seed)
         self.bare = self.workload.model().to(here.device)
         optimizer = self.workload.optimizer(self.bare)
+        if spec.is_fused:
+            fuse(optimizer)
         self.last_gradient = measure.LastGradient(self.bare, self.clock)
         num_replicas = spec.num_ranks if spec.strategy == "dp" else None
         # Without a name of a schedule the model is trained as by a script that computes the loss itself.
         loss = None if spec.schedule is None else self.workload.loss
         prepared = strategies.prepare(
-            self.bare, optimizer, spec.strategy, num_replicas=num_replicas, loss=loss, schedule=spec.schedule
+            self.bare,
+            optimizer,
+            spec.strategy,
+            num_replicas=num_replicas,
+            layout=spec.layout,
+            loss=loss,
+            schedule=spec.schedule,
         )
         (self.model, _), self.train = prepared, prepared.step
+        self.here = here = world.current() or here  # a strategy that divides the model has laid out the ranks
         self.noise = self._meter()
         self.divided = is_divided(self.bare) or here.layout.model_size > 1
         if self.timeline is not None and hasattr(self.model, "timeline"):
@@ -131,11 +162,15 @@ class _Trainer:
         self.batch_size = self.workload.batch_size * (
             spec.num_ranks if self.strategy.one_process else here.layout.model_size
         )
-        self.batches = _batches(self.workload, self.batch_size, spec.seed, here)
+        self.use_batch_size(self.batch_size)
         # Six marks of the clock for each step, which are converted to seconds at the end of the run.
         self.marks: list[tuple[Any, ...]] = []
         self.losses: list[torch.Tensor] = []
         self._progress = _Progress(Path(spec.folder) / "progress") if here.rank == 0 else None
+
+    def use_batch_size(self, batch_size: int) -> None:
+        """Train on batches of so many samples from now on, from the beginning of the data."""
+        self.batch_size, self.batches = batch_size, _batches(self.workload, batch_size, self.spec.seed, self.here)
 
     def _meter(self) -> NoiseMeter | None:
         """Return what measures the gradient noise scale, still off; None in runs that do not measure it."""
@@ -155,7 +190,7 @@ class _Trainer:
             return None
         self.noise.is_on = True
         for _ in range(min(_NOISE_STEPS, max(4, self.spec.num_steps // 5))):
-            self.workload.loss(self.model, _to(next(self.batches), self.here.device)).backward()
+            self.workload.loss(self.model, to_device(next(self.batches), self.here.device)).backward()
             self.bare.zero_grad()
         return self.noise.noise_scale(self.batch_size)
 
@@ -167,13 +202,14 @@ class _Trainer:
         def passed(part: str) -> None:
             nonlocal start_ns
             ended.append(now())
+            self.on_part(part)
             if timeline is not None:
                 timeline.add(part, "step", start_ns, timeline.now())
             if part == "backward" and before_optimizer is not None:
                 before_optimizer()
             start_ns = timeline.now() if timeline is not None else 0
 
-        batch = _to(next(self.batches), self.here.device)
+        batch = to_device(next(self.batches), self.here.device)
         passed("data")
         loss = self.train(batch, self.workload.loss, passed=passed)
         fetched, computed, returned, stepped = ended
@@ -196,6 +232,9 @@ def main(arguments: list[str]) -> None:
     folder = Path(spec.folder)
     write_text(folder / f"pid-{os.getpid()}", str(os.getpid()))
     try:
+        if spec.purpose == "trace":
+            record_trace(spec, _Trainer)
+            return
         here = world.init(device=spec.device, timeout_s=spec.timeout_s)
         record = _run(spec, here)
         if record is not None:
@@ -209,6 +248,9 @@ def main(arguments: list[str]) -> None:
 
 def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
     torch.set_num_threads(spec.num_threads)
+    if spec.purpose in ("profile", "collectives"):
+        _observe(spec, here)
+        return None
     trainer = _Trainer(spec, here)
     pss = _warm_up(trainer)
     if isinstance(trainer.model, DataParallel):
@@ -251,15 +293,30 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         num_threads=spec.num_threads,
         device=str(here.device),
         dataset_size=len(trainer.workload.train),  # type: ignore[arg-type]
-        batch_size=trainer.batch_size // here.layout.model_size,
+        batch_size=trainer.batch_size // trainer.here.layout.model_size,
         backend=str(torch.distributed.get_backend()) if here.size > 1 else "",
         noise_scale=trainer.noise_scale(),
         stages=tuple(
             dataclasses.replace(now, busy_s=(now.busy_s - was.busy_s) / spec.num_steps)
             for now, was in zip(_stages(trainer), stages_before, strict=True)
         ),
+        median_step_s=statistics.median(
+            trainer.clock.seconds(step[0], step[-1]) for step in trainer.marks[spec.num_warmup_steps :]
+        ),
         num_batch_norms=sum(_is_own_batch_norm(module) for module in trainer.bare.modules()),
     )
+
+
+def _observe(spec: RunSpec, here: world.World) -> None:
+    """Measure for a profile, and write what was found to ``observed-R.json`` of the run's folder."""
+    from guozhuang.lab.predict import observe
+
+    if spec.purpose == "collectives":
+        found = observe.time_collectives(here, spec.seconds)
+    else:
+        found = observe.observe(_Trainer(spec, here), spec.seconds, spec.batch_sizes)
+        _wait_for_all(here)
+    write_text(Path(spec.folder) / f"observed-{here.rank}.json", to_json(asdict(found)))
 
 
 def _stages(trainer: _Trainer) -> list[Any]:
@@ -343,18 +400,6 @@ def _batches(workload: Workload, batch_size: int, seed: int, here: world.World) 
     )
     while True:
         yield from loader
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: _to(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_to(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(_to(value, device) for value in batch)
-    return batch
 
 
 def _wait_for_all(here: world.World) -> None:

@@ -70,3 +70,16 @@ class Workload:
             what = f"the batch size of the workload {self.name!r} is not a whole number of at least 1"
             fix = "give the number of samples one rank takes in one step"
             raise UsageError(explain(what, value=self.batch_size, fix=fix))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch whose tensors are on a device: one tensor, or tuples, lists and dicts of them."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

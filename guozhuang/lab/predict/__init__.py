@@ -1,0 +1,1 @@
+"""The command ``guozhuang predict``: measure one process for a minute, predict many."""

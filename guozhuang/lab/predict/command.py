@@ -1,0 +1,282 @@
+"""``guozhuang predict``: from the profile of one process and a cluster to the step of every strategy on any number of ranks."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from guozhuang import workloads
+from guozhuang.cost.cluster import SHARED_MEMORY, SHARED_MEMORY_LINK, Cluster, LinkSpeed
+from guozhuang.cost.describe import TCP_LATENCY_S, parse_cluster
+from guozhuang.cost.prediction.predict import BUCKETED, NO_EXCHANGE, ONE_PROCESS, Prediction, machine_of, predict
+from guozhuang.cost.prediction.profile import Profile
+from guozhuang.errors import UsageError, explain
+from guozhuang.lab.contender import Contender, contenders, short_set
+from guozhuang.lab.plan import writable
+from guozhuang.lab.predict import profile as profiles
+from guozhuang.lab.predict import table
+from guozhuang.lab.predict.arguments import numbers
+from guozhuang.lab.predict.curves import Curve, curve
+from guozhuang.lab.predict.table import Predictions, Row
+from guozhuang.lab.runs import Runs, ended_by_signals
+from guozhuang.records import to_json
+from guozhuang.world.machine import usable_cores
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_MOST_CROWD = 8  # processes that are measured side by side
+_MOST_ROWS = 6  # numbers of ranks that are predicted if none are asked for
+
+
+def run(namespace: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
+    """Carry out the command line: measure or read the profile, predict, and show it.
+
+    Args:
+        namespace: the parsed options.
+        python_path: the folders that ``guozhuang run`` adds to the ranks' PYTHONPATH, relative to this package.
+
+    Returns:
+        0; 1 if nothing could be predicted; 130 if interrupted. No process is left, and no file is half written.
+
+    Raises:
+        UsageError: an option cannot work, or a process that was to be measured failed.
+    """
+    from rich.console import Console
+
+    from guozhuang.lab.predict import report
+
+    console = Console(stderr=True)
+    try:
+        with ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
+            found, _, _ = perform(namespace, Path(scratch), console, python_path)
+    except KeyboardInterrupt:
+        console.print("Interrupted: every process was ended, and nothing was written.", highlight=False)
+        return 130
+    if namespace.json:
+        sys.stdout.write(to_json(asdict(found)) + "\n")
+    else:
+        table.show(Console(), found)
+    if namespace.out is not None:
+        console.print(f"Report: {report.write(found, namespace.out)}", highlight=False, soft_wrap=True)
+    return 0 if any(row.prediction is not None for row in found.rows) else 1
+
+
+def perform(
+    namespace: argparse.Namespace, scratch: Path, console: Console, python_path: Sequence[str]
+) -> tuple[Predictions, Profile, Cluster]:
+    """Measure or read the profile, and predict every row."""
+    imported = set(sys.modules)
+    on_cpu = namespace.device == "cpu" or not torch.cuda.is_available()
+    described = _describe(namespace, _unmeasured_machine(on_cpu))
+    ranks = _ranks(namespace, described)
+    path = namespace.profile
+    if namespace.out is not None:
+        writable(namespace.out)
+    if path is not None:
+        writable(path.absolute().parent, "--profile")
+        if path.is_dir():
+            raise UsageError(explain("--profile is a folder", value=str(path), fix="name a file"))
+    compared = _compared(namespace, described, on_cpu, ranks[-1])
+    cases = [_case(namespace, described, one, num_ranks) for one in compared for num_ranks in ranks]
+    what = profiles.subject(namespace, scratch, console)
+    if path is not None and path.exists():
+        profile = profiles.read(path, what.conditions)
+        console.print(f"Using the profile {path} of {profile.created}.", highlight=False)
+    else:
+        # Modules that loading the workload has imported; the warm parent imports them too.
+        modules = [name for name in sys.modules if name not in imported and not name.startswith("torch.")]
+        wanted = _wanted(cases)
+        with Runs(scratch, wanted.crowds[0][1], modules, python_path) as runs:
+            profile = profiles.measure(what, wanted, console, runs)
+        if path is not None:
+            profiles.write(profile, path)
+    found = Predictions(
+        command=shlex.join(["guozhuang", *sys.argv[1:]]),
+        workload=workloads.title(namespace.workload),
+        cluster=described.name,
+        batch_size=profile.batch_size,
+        profile_created=profile.created,
+        rows=tuple(_row(namespace, profile, each) for each in cases),
+        profile_file=str(path or ""),
+        curves=_curves(namespace, profile, described, cases),
+        samples=namespace.samples,
+    )
+    return found, profile, described
+
+
+def _curves(
+    namespace: argparse.Namespace, profile: Profile, described: Cluster, cases: Sequence[_Case]
+) -> tuple[Curve, ...]:
+    """Return the scaling curves of the strategies that could be predicted on every number of ranks."""
+    found, most = list[Curve](), max(case.num_ranks for case in cases)
+    for name in dict.fromkeys(case.one.name for case in cases):
+        of_it = {case.num_ranks: case for case in cases if case.one.name == name}
+        one = next(iter(of_it.values())).one
+        if one.strategy == ONE_PROCESS:
+            continue
+        of_it.setdefault(1, _case(namespace, described, one, 1))
+        try:
+            found.append(
+                curve(
+                    name,
+                    tuple(sorted(case.num_ranks for case in cases if case.one.name == name)),
+                    profile.batch_size,
+                    namespace.global_batch or profile.batch_size * most,
+                    _Steps(namespace, profile, of_it),
+                    samples=namespace.samples,
+                    price=namespace.price,
+                    noise_scale=namespace.noise_scale,
+                )
+            )
+        except UsageError:
+            continue  # its row in the table says why it cannot be predicted
+    return tuple(found)
+
+
+class _Steps:
+    """Predicts one strategy for any batch; what was predicted once is remembered."""
+
+    def __init__(self, namespace: argparse.Namespace, profile: Profile, cases: dict[int, _Case]) -> None:
+        self._profile, self._cases = profile, cases
+        self._clusters = {n: _cluster(namespace, profile, case) for n, case in cases.items()}
+        self._known: dict[tuple[int, int], Prediction] = {}
+
+    def __call__(self, num_ranks: int, batch_size: int) -> Prediction:
+        if (num_ranks, batch_size) not in self._known:
+            case = self._cases[num_ranks]
+            # One rank has nobody to exchange anything with: all strategies are measured against the same step.
+            name = NO_EXCHANGE if num_ranks == 1 else case.one.name.partition("@")[0]
+            threads = min(each.num_threads for each in self._cases.values())
+            self._known[num_ranks, batch_size] = predict(
+                self._profile, self._clusters[num_ranks], name, num_ranks, batch_size,
+                num_threads=threads if num_ranks == 1 else case.num_threads,
+            )  # fmt: skip
+        return self._known[num_ranks, batch_size]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A strategy on a number of ranks of the cluster, before it is predicted."""
+
+    one: Contender
+    cluster: Cluster
+    num_ranks: int
+    on_one_machine: int
+    num_threads: int
+    backend: str
+
+
+def _describe(namespace: argparse.Namespace, here: Cluster) -> Cluster:
+    def read(name: str) -> str:
+        try:
+            return Path(name).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(explain(f"--on names a file that cannot be read: {error}", value=name)) from error
+
+    return parse_cluster(namespace.on, here, read)
+
+
+def _unmeasured_machine(on_cpu: bool) -> Cluster:
+    cores = usable_cores()
+    memory = float(psutil.virtual_memory().total)
+    if not on_cpu:
+        what = "predictions for CUDA devices from a profile are not calibrated yet"
+        raise UsageError(explain(what, fix="say --device cpu, or ask guozhuang plan --model, which uses data sheets"))
+    unknown = LinkSpeed(TCP_LATENCY_S, 0.0)
+    return Cluster(1, cores, cores, SHARED_MEMORY_LINK, unknown, SHARED_MEMORY, node_memory_bytes=memory, name="here")
+
+
+def _ranks(namespace: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
+    if namespace.ranks is not None:
+        return numbers(namespace.ranks)
+    found = [1 << power for power in range(21) if 1 << power < cluster.num_ranks] + [cluster.num_ranks]
+    return tuple(found[-_MOST_ROWS:])
+
+
+def _compared(namespace: argparse.Namespace, cluster: Cluster, on_cpu: bool, most: int) -> tuple[Contender, ...]:
+    for option, value in (
+        ("--threads-per-rank", namespace.threads_per_rank),
+        ("--global-batch", namespace.global_batch),
+    ):
+        if value is not None and value < 1:
+            raise UsageError(explain(f"{option} is a count of at least 1", value=value))
+    for option, value in (
+        ("--samples", namespace.samples),
+        ("--price", namespace.price),
+        ("--noise-scale", namespace.noise_scale),
+    ):
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(explain(f"{option} is a number above 0", value=value))
+    names = namespace.strategies or ",".join(
+        name for name in short_set(on_cpu, cluster.num_nodes == 1) if name not in ("dp", ONE_PROCESS)
+    )
+    return contenders(names, None, 1, on_cpu, most)
+
+
+def _case(namespace: argparse.Namespace, cluster: Cluster, one: Contender, num_ranks: int) -> _Case:
+    part = cluster.with_ranks(num_ranks)
+    on_one = num_ranks if part.shares_host else part.ranks_per_node
+    cores = part.cores_per_node or usable_cores()
+    threads = namespace.threads_per_rank or max(1, min(cores, usable_cores()) // on_one)
+    if one.strategy == ONE_PROCESS:
+        on_one, threads = 1, usable_cores()
+    # One rank on each of several nodes meets the others over gloo alone.
+    backend = one.backend or ("gloo" if part.num_nodes > 1 and part.ranks_per_node == 1 else part.transport.name)
+    return _Case(one, part, num_ranks, on_one, threads, backend)
+
+
+def _wanted(cases: Sequence[_Case]) -> profiles.Wanted:
+    """Return what must be measured to predict these."""
+    least = min(case.num_threads for case in cases)
+    crowds = {(1, least): None}
+    for case in cases:
+        crowds[1, case.num_threads] = None
+        crowds[min(case.on_one_machine, _MOST_CROWD), case.num_threads] = None
+    backends = dict.fromkeys(case.backend for case in cases if case.num_ranks > 1)
+    recordings = [
+        profiles.Recording(case.one, case.num_ranks, case.cluster.num_nodes, case.backend, least)
+        for case in cases
+        if case.one.strategy not in (NO_EXCHANGE, ONE_PROCESS, *(BUCKETED if case.num_ranks == 1 else ()))
+    ]
+    return profiles.Wanted(tuple(crowds), tuple(backends), tuple(recordings))
+
+
+def _cluster(namespace: argparse.Namespace, profile: Profile, case: _Case) -> Cluster:
+    """Return the cluster with this machine as measured, and with the backend of a row."""
+    here = machine_of(profile, case.backend, float(psutil.virtual_memory().total))
+    cluster = _describe(namespace, here)
+    return cluster if case.backend == cluster.transport.name else replace(cluster, transport=here.transport)
+
+
+def _row(namespace: argparse.Namespace, profile: Profile, case: _Case) -> Row:
+    try:
+        found = predict(
+            profile,
+            _cluster(namespace, profile, case),
+            case.one.name.partition("@")[0],
+            case.num_ranks,
+            num_threads=case.num_threads,
+        )
+    except UsageError as error:
+        return Row(case.one.name, case.num_ranks, None, str(error))
+    return Row(case.one.name, case.num_ranks, found, next_measurement=_next(namespace, case, found))
+
+
+def _next(namespace: argparse.Namespace, case: _Case, found: Prediction) -> str:
+    """Return the command whose result would narrow the interval most."""
+    if any("described" in why for why in found.widened):
+        return "guozhuang check -H HOST,HOST --json > links.json, then --on links.json"
+    workload = f"--workload {shlex.quote(namespace.workload)}"
+    if any("samples" in why for why in found.widened):
+        return f"guozhuang predict {workload} --batch-size {found.batch_size}"
+    return f"guozhuang compare {workload} --strategies {case.one.name} --ranks {case.num_ranks} --steps 50"
