@@ -37,7 +37,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 import guozhuang as gz
 from benchmarks.convergence import workload_options
-from guozhuang.exchange.noise_scale import noise_scale_of
+from guozhuang.cost.laws import noise_scale_of
 from guozhuang.workloads import Workload, load
 
 BASE_BATCH, PART, WARM_UP = 32, 256, 0.1  # samples; at most so many in one backward; share of the steps

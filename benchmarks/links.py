@@ -54,14 +54,18 @@ EXACT_OR_8_BITS = (PLAIN, "sparse-rows", "sparse-rows8", "fp16", "bf16", "quanti
 #: By link: best of the above / torch DDP, best of all / torch DDP, best of all / none.
 ASKED = {"1gbit/0.1": (1.6, 2.2, 0.9), "100mbit/0.5": (3.2, 12.0, 0.8), "100mbit/10": (3.2, 12.0, 0.8)}
 UNSHAPED = "unshaped"
+#: Words for all ranks on one host, in place of a rate.
+LOCAL = ("shm", "gloo")
 _PAYS = 1.05  # a gain below this is noise
 _START_S = 40.0  # until 4 ranks have imported everything
 
 Turns = dict[str, list[dict[str, Any]]]
 
 
-def run(link: str, plan: Plan) -> dict[str, Turns]:
+def run(link: str, plan: Plan, num_ranks: int = RANKS) -> dict[str, Turns]:
     """Start the hosts of a link and race on them; turns by model and contestant.
+
+    On the link "shm" or "gloo" all ranks are on one host, and their collectives on that backend; else each has a host.
 
     Raises:
         AssertionError: a rank failed, or did not end in time; the text has what all of them printed.
@@ -69,11 +73,13 @@ def run(link: str, plan: Plan) -> dict[str, Turns]:
     rate, _, delay = link.partition("/")
     root = Path(__file__).resolve().parents[1]
     env = os.environ | {"PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "eth0"}
-    told = json.dumps(dataclasses.asdict(plan))
+    local = rate in LOCAL
+    told = json.dumps(dataclasses.asdict(dataclasses.replace(plan, backend=rate if local else "gloo")))
     command = [sys.executable, "-m", "benchmarks.links_rank", told, f"/proc/{os.getpid()}/fd/2"]
-    with Hosts(RANKS, "" if rate == UNSHAPED else rate, float(delay or 0)) as hosts:
+    ranks_of_hosts = [num_ranks] if local else [1] * num_ranks
+    with Hosts(len(ranks_of_hosts), "" if local or rate == UNSHAPED else rate, float(delay or 0)) as hosts:
         # A turn that is longer than was expected of it may pass the budget.
-        printed = run_everywhere(hosts, [1] * RANKS, command, env, timeout_s=1.5 * plan.budget_s + 600)
+        printed = run_everywhere(hosts, ranks_of_hosts, command, env, timeout_s=1.5 * plan.budget_s + 600)
     found: dict[str, Turns] = next(
         json.loads(line.removeprefix("FOUND ")) for line in printed[0].splitlines() if line.startswith("FOUND ")
     )

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -39,6 +40,8 @@ TORCH, TORCH_FP16 = "torch-ddp", "torch-ddp fp16 hook"
 _COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 _VOCABULARY, _CLASSES, _BATCHES = 30522, 4, 8
 _LEAST_STEPS = 2  # untimed: PyTorch's DDP and ours lay buckets out anew after the first backward
+#: Strategies whose ranks hold one copy of the model together.
+DIVIDED = ("pipeline", "tensor")
 _PERIODS = ("every", "steps")  # what the fields of methods that do not send in each step are called
 
 
@@ -59,6 +62,7 @@ class Plan:
         batch: samples a rank and step.
         tokens: of a sample.
         fused: whether AdamW updates all parameters in one kernel.
+        backend: of the collectives.
     """
 
     models: list[str]
@@ -73,6 +77,7 @@ class Plan:
     batch: int
     tokens: int
     fused: bool
+    backend: str = "gloo"
 
 
 @dataclasses.dataclass
@@ -129,11 +134,11 @@ def make(name: str, model: nn.Module, optimizer: Optimizer) -> Contestant:
 
 
 class Batches:
-    """Random tokens, others on each rank, the same for all contestants."""
+    """Random tokens, others on each rank, the same for all contestants; a divided model's ranks all have the whole batch."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, shares: int = 1) -> None:
         random = torch.Generator().manual_seed(rank)
-        shape = _BATCHES, plan.batch, plan.tokens
+        shape = _BATCHES, plan.batch * shares, plan.tokens
         self._ids = torch.randint(1, _VOCABULARY, shape, generator=random)
         self._labels = torch.randint(0, _CLASSES, shape[:2], generator=random)
         self._mask = torch.ones_like(self._ids[0])
@@ -168,10 +173,10 @@ def turn(name: str, size: str, plan: Plan, batches: Batches) -> dict[str, Any]:
     num_steps = max(1, min(plan.max_steps, int(plan.turn_s / step_s)))
     num_steps = int(_of_rank_0(-(-num_steps // period) * period))
     dist.barrier()
-    before = _sent_bytes(), _cpu_s(), time.monotonic()
+    before, all_before = (_sent_bytes(), _cpu_s(), time.monotonic()), _machine_cpu_s()
     for _ in range(num_steps):
         losses.append(batches.step(contestant, len(losses)))
-    after = _sent_bytes(), _cpu_s(), time.monotonic()
+    after, all_after = (_sent_bytes(), _cpu_s(), time.monotonic()), _machine_cpu_s()
     begun, ended = _greatest(-before[2]), _greatest(after[2])
     mean_losses = torch.stack(losses)
     dist.all_reduce(mean_losses)
@@ -184,6 +189,8 @@ def turn(name: str, size: str, plan: Plan, batches: Batches) -> dict[str, Any]:
         "samples_per_s": num_steps * plan.batch * dist.get_world_size() / (ended + begun),
         "sent_bytes_per_step": float(per_step[0]) / dist.get_world_size(),
         "cpu_s_per_step": float(per_step[1]) / dist.get_world_size(),
+        # Of all ranks and whatever else computed; on a machine that is all theirs little more than that of the ranks.
+        "machine_cpu_s_per_step": (all_after - all_before) / num_steps,
         "losses": (mean_losses / dist.get_world_size()).tolist(),
     }
 
@@ -205,6 +212,11 @@ def _of_rank_0(value: float) -> float:
     box = torch.tensor([value], dtype=torch.float64)
     dist.broadcast(box, 0)
     return box.item()
+
+
+def _machine_cpu_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.system + times.nice + times.softirq + times.irq)
 
 
 def _greatest(value: float) -> float:
@@ -238,14 +250,14 @@ def _nothing_left() -> Any:
 def measure(plan: Plan, say: Callable[[str], None]) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """By model and contestant a list of turns."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    batches = Batches(plan, dist.get_rank())
+    own, whole = Batches(plan, dist.get_rank()), Batches(plan, 0, dist.get_world_size())
     build(plan.models[0], plan)  # imports all that it needs, which takes many seconds
     dist.barrier()
     whole_end = time.monotonic() + plan.budget_s
-    refused: set[str] = set()
     for done, size in enumerate(plan.models):
         turns: dict[str, list[dict[str, Any]]] = {name: [] for name in plan.contestants}
         took: dict[str, float] = {}
+        refused: set[str] = set()
         end = time.monotonic() + (whole_end - time.monotonic()) / (len(plan.models) - done)
         for number in range(plan.rounds):
             # Forwards, then backwards: the one after another one changes too.
@@ -256,6 +268,7 @@ def measure(plan: Plan, say: Callable[[str], None]) -> dict[str, dict[str, list[
                 start = time.monotonic()
                 try:
                     with _nothing_left():
+                        batches = whole if name in DIVIDED else own
                         turns[name].append({"round": number, **turn(name, size, plan, batches)})
                 except UsageError as error:  # raised before anything was sent, on all ranks alike
                     refused.add(name)
@@ -272,7 +285,7 @@ def measure(plan: Plan, say: Callable[[str], None]) -> dict[str, dict[str, list[
 def main() -> None:
     plan = Plan(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    world = guozhuang.init("gloo", "cpu", timeout_s=300)
+    world = guozhuang.init(plan.backend, "cpu", timeout_s=300)
     progress = Path(sys.argv[2])
 
     def say(text: str) -> None:

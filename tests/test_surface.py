@@ -45,7 +45,7 @@ NAMES = {
     "shutdown",
     "unwrap",
 }
-COMMANDS = {"check", "checkpoint", "compare", "completion", "run"}
+COMMANDS = {"check", "checkpoint", "compare", "completion", "plan", "predict", "run", "tune"}
 SSH_OPTIONS = {
     "-H",
     "-x",
@@ -60,6 +60,7 @@ RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
     "-np",
     "--attention",
     "--backend",
+    "--bucket-cap-mb",
     "--checkpoint",
     "--copy-output",
     "--every",
@@ -69,6 +70,7 @@ RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
     "--layout",
     "--microbatches",
     "--pass-local-rank",
+    "--plan",
     "--replace-ddp",
     "--schedule",
     "--server-hosts",
@@ -77,6 +79,7 @@ RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
     "--servers",
     "--stop-on-nan",
     "--strategy",
+    "--threads-per-rank",
     "--timeline",
     "--timestamps",
     "--use-env",
@@ -136,6 +139,7 @@ COMPARE_OPTIONS = {
 ENVIRONMENT = {
     "GUOZHUANG_ATTENTION",
     "GUOZHUANG_BACKEND",
+    "GUOZHUANG_BUCKET_CAP_MB",
     "GUOZHUANG_CHECKPOINT",
     "GUOZHUANG_CHECKPOINT_EVERY",
     "GUOZHUANG_CHECKPOINT_KEEP",

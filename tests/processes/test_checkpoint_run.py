@@ -62,7 +62,7 @@ def results(printed: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "num_kills"), [("ddp", 3), ("sharded", 1), ("diloco", 1)])
+@pytest.mark.parametrize(("strategy", "num_kills"), [("ddp", 3), ("sharded", 1), ("diloco", 1), ("auto", 1)])
 def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path, strategy, num_kills) -> None:
     script = write(tmp_path, SCRIPT)
     options = ("run", "-np", 2, "--strategy", strategy, "--every", "3steps")

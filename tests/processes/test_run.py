@@ -17,6 +17,7 @@ from typing import NoReturn
 import pytest
 
 from guozhuang.launch import crew
+from guozhuang.launch.options.plan_file import TrainingPlan, write_plan
 from guozhuang.world.machine import usable_cores
 from tests import launching
 from tests.waiting import until
@@ -102,7 +103,8 @@ def told(folder: Path) -> list[dict[str, object]]:
 
 
 def test_ranks_are_started_and_told_what_was_asked(script: Path, tmp_path: Path) -> None:
-    options = ("-np", "2", "--strategy", "ddp", "--backend", "gloo", "--groups", "2")
+    write_plan(TrainingPlan(1, 2, strategy="ddp", groups=2), tmp_path / "plan.json")
+    options = ("--plan", "plan.json", "--strategy", "ddp", "--backend", "gloo")
     done = guozhuang("run", *options, script, "--lr", "0.1", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     ranks = told(tmp_path)

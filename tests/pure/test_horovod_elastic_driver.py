@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from guozhuang.compat.horovod.runner.elastic import driver
-from guozhuang.launch.console.streams import Trace
+from guozhuang.launch.console.streams import LastOutput
 from guozhuang.launch.signals import ENDING, Signals
 
 
 def test_what_a_worker_prints_is_a_sign_of_life() -> None:
     heard: list[tuple[object, ...]] = []
-    traces = {3: Trace(), 4: Trace()}
+    traces = {3: LastOutput(), 4: LastOutput()}
     traces[3].lines.extend([(4.0, "step 0"), (5.0, "step 1")])
     here: Any = SimpleNamespace(
         _output=SimpleNamespace(traces=traces),

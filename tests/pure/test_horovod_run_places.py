@@ -19,7 +19,7 @@ from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch import agent
 from guozhuang.launch.console.copies import Copies, Copy
 from guozhuang.launch.console.output import RankPlaces
-from guozhuang.launch.console.streams import NamedPipe, Stream, Trace
+from guozhuang.launch.console.streams import LastOutput, NamedPipe, Stream
 from guozhuang.launch.functions import mailbox
 from guozhuang.launch.hosts import ssh
 from guozhuang.launch.options import plan as options
@@ -131,7 +131,7 @@ def test_copies_that_cannot_be_made_end_no_run_that_has_begun(tmp_path: Path) ->
 
 
 def test_a_stream_goes_on_without_a_copy(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    way, trace, copies = NamedPipe(str(tmp_path / "pipe")), Trace(), Copies()
+    way, trace, copies = NamedPipe(str(tmp_path / "pipe")), LastOutput(), Copies()
     stream = Stream(way, 1, trace, None, False, copy=Copy(copies, str(tmp_path)))  # a folder
     os.write(way._own_end, b"a line\n")
     assert stream.read()

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.run import config_from_args
 
-from guozhuang.launch.console.streams import LogFile, Trace
+from guozhuang.launch.console.streams import LastOutput, LogFile
 from guozhuang.launch.local_run import TorchrunLogs
 from guozhuang.launch.options import plan as options
 from guozhuang.launch.options.arguments import read
@@ -20,7 +20,7 @@ def append(path: Path, text: str) -> None:
 
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
-    path, trace = tmp_path / "log", Trace()
+    path, trace = tmp_path / "log", LastOutput()
     file = LogFile(str(path))
     assert file.read() == []
     append(path, "one\ntw")

@@ -22,7 +22,7 @@ from guozhuang.launch.console import copies, output
 from guozhuang.launch.console.lines import Lines
 from guozhuang.launch.console.output import Output
 from guozhuang.launch.console.screen import Screen
-from guozhuang.launch.console.streams import NamedPipe, OwnTerminal, Stream, Trace
+from guozhuang.launch.console.streams import LastOutput, NamedPipe, OwnTerminal, Stream
 from guozhuang.launch.console.target import Target
 from guozhuang.launch.options import plan as options
 from guozhuang.launch.options.arguments import read
@@ -215,7 +215,7 @@ def test_an_interrupted_restart_loses_nothing(reader: Reader, tmp_path: Path, mo
 
 def test_a_mistake_with_one_rank_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[bytes] = []
-    stream = Stream(NamedPipe(str(tmp_path / "pipe")), 1, Trace(), Screen(shown.append, False), False)
+    stream = Stream(NamedPipe(str(tmp_path / "pipe")), 1, LastOutput(), Screen(shown.append, False), False)
     with monkeypatch.context() as patch:
         patch.setattr(Lines, "feed", lambda lines, data: 1 // 0)
         write(stream._way.path, b"one\n")
@@ -248,7 +248,7 @@ def test_a_signal_is_no_mistake_of_a_rank(tmp_path: Path, monkeypatch: pytest.Mo
     def signalled(lines: Lines, data: bytes) -> list[bytes]:
         raise SignalledError(signal.SIGTERM)
 
-    stream = Stream(NamedPipe(str(tmp_path / "pipe")), 1, Trace(), Screen(lambda data: None, False), False)
+    stream = Stream(NamedPipe(str(tmp_path / "pipe")), 1, LastOutput(), Screen(lambda data: None, False), False)
     with monkeypatch.context() as patch:
         patch.setattr(Lines, "feed", signalled)
         write(stream._way.path, b"one\n")
@@ -260,7 +260,7 @@ def test_a_signal_is_no_mistake_of_a_rank(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_terminal_that_has_gone_is_not_asked_for_its_size() -> None:
     master, real = pty.openpty()
-    stream = Stream(OwnTerminal(real, 4), 0, Trace(), None, False)
+    stream = Stream(OwnTerminal(real, 4), 0, LastOutput(), None, False)
     os.close(master)
     stream.resize()
     stream.finish()
