@@ -69,6 +69,15 @@ def from_json(cls: type[T], text: str, version: int, what: str, fix: str) -> T:
         raise UsageError(explain(f"{what} is not complete: {error!r}", fix=fix)) from error
 
 
+def differences(then: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    """Return which conditions are not those of an earlier time, each in words: "steps was 50, is 100"."""
+    return tuple(
+        f"{name} was {then.get(name, 'not set')}, is {now.get(name, 'not set')}"
+        for name in dict.fromkeys([*now, *then])
+        if then.get(name) != now.get(name)
+    )
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file of text that appears complete or not at all."""
     write_bytes(path, text.encode())

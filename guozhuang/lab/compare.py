@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ import psutil
 
 from guozhuang import strategies, timeline, units, workloads
 from guozhuang.lab.contender import Contender
-from guozhuang.lab.measure import describe, difference
+from guozhuang.lab.measure import difference
 from guozhuang.lab.plan import FEWEST_ROUNDS, TIMELINE_STEPS, ComparisonPlan, conditions, notes_of, plan_of
 from guozhuang.lab.progress import Forecast, PlannedRun, Reporter, about, about_span
 from guozhuang.lab.results import (
@@ -36,7 +36,7 @@ from guozhuang.lab.runs import WHERE_TO_LOOK, Runs, ended_by_signals
 from guozhuang.lab.unfinished import FinishedRun, Unfinished, alone_in
 from guozhuang.lab.verdict import SETTLED, judge, settled, short
 from guozhuang.lab.worker import RunSpec
-from guozhuang.world.machine import usable_cores
+from guozhuang.world.machine import describe, usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,8 +109,7 @@ def perform(
                 until_end.enter_context(alone_in(plan.out))
                 busy = busy_share()  # of other programs: measured before the comparison itself computes anything
                 machine = describe()
-                here = {name: str(each) for name, each in asdict(machine).items() if name != "memory_bytes"}
-                must_match = conditions(plan, details) | here
+                must_match = conditions(plan, details) | machine.conditions
                 unfinished = Unfinished(plan.out / "unfinished", must_match, namespace.fresh)
                 shutil.rmtree(plan.out / "logs", ignore_errors=True)  # remove the logs of an earlier comparison
                 # Modules that loading the workload has imported; the warm parent imports them too.

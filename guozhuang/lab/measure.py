@@ -9,23 +9,19 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import platform
 import resource
 import time
 from collections.abc import Callable, Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from guozhuang.lab.results import Difference, Machine
+from guozhuang.lab.results import Difference
 from guozhuang.net.sent import tcp_sent_bytes as tcp_sent_bytes
 from guozhuang.watch.processes import path_of
-from guozhuang.world.machine import processor_name, usable_cores
 
 
 class Clock:
@@ -188,24 +184,3 @@ def _kib_field(path: Path, key: str) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), None)
-
-
-def describe() -> Machine:
-    """Return the hardware and software facts of this machine that the report shows."""
-    return Machine(
-        cpu=processor_name(),
-        num_cores=usable_cores(),
-        memory_bytes=psutil.virtual_memory().total,
-        accelerators=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
-        system=f"{platform.system()} {platform.release()}",
-        python=platform.python_version(),
-        torch=torch.__version__,
-        guozhuang=_version(),
-    )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("guozhuang")
-    except metadata.PackageNotFoundError:
-        return "not installed (run from its sources)"

@@ -9,6 +9,7 @@ from typing import Any
 
 from guozhuang import records
 from guozhuang.world.layout import StageTimes
+from guozhuang.world.machine import Machine
 
 SCHEMA_VERSION = 1
 
@@ -278,20 +279,6 @@ class StrategyRow:
                 return None
             found.append(over_ranks(values))
         return float(statistics.median(found)) if found else None
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine that ran a comparison, and its software."""
-
-    cpu: str
-    num_cores: int
-    memory_bytes: int
-    accelerators: tuple[str, ...]
-    system: str
-    python: str
-    torch: str
-    guozhuang: str
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,7 @@ class Unfinished:
     def __init__(self, folder: Path, must_match: Mapping[str, str], is_fresh: bool) -> None:
         self.folder = folder
         before = self._read() if not is_fresh else {}
-        self.differs = tuple(
-            f"{key} was {before.get(key, 'not set')}, is {must_match.get(key, 'not set')}"
-            for key in (dict.fromkeys([*must_match, *before]) if before else ())
-            if before.get(key) != must_match.get(key)
-        )
+        self.differs = records.differences(before, must_match) if before else ()
         if self.differs or not before:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)

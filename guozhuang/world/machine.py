@@ -1,11 +1,16 @@
-"""The cores and the memory that this process may use, by the machine's size and the limits of its control groups (cgroups)."""
+"""What this machine is: hardware and versions, and the cores and the memory that its control groups leave to this process."""
 
 from __future__ import annotations
 
 import os
 import platform
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
+
+import psutil
+import torch
 
 from guozhuang.watch.processes import PROC, path_of
 
@@ -13,6 +18,53 @@ _GROUPS = "/sys/fs/cgroup"
 _OWN_GROUPS = path_of("cgroup")
 _MEMORY = f"{PROC}/meminfo"
 _NOT_TOLD = 1 << 62
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine and the versions on it, as reports show them and as what was measured on it names them.
+
+    Attributes:
+        cpu: the model of the processor.
+        num_cores: the cores that a process can keep busy.
+        memory_bytes: its main memory.
+        accelerators: the models of its CUDA devices.
+        system: name and release of the operating system.
+        python: the version, and so for the next ones.
+    """
+
+    cpu: str
+    num_cores: int
+    memory_bytes: int
+    accelerators: tuple[str, ...]
+    system: str
+    python: str
+    torch: str
+    guozhuang: str
+
+    @property
+    def conditions(self) -> dict[str, str]:
+        """What must be the same for something that was measured on a machine to hold on another one, by its name."""
+        same = {name: str(value) for name, value in asdict(self).items() if name != "memory_bytes"}
+        return same | {"accelerators": ", ".join(self.accelerators) or "none"}
+
+
+def describe() -> Machine:
+    """Return the hardware and the versions of this machine."""
+    try:
+        own = metadata.version("guozhuang")
+    except metadata.PackageNotFoundError:
+        own = "not installed (run from its sources)"
+    return Machine(
+        cpu=processor_name(),
+        num_cores=usable_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        accelerators=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        guozhuang=own,
+    )
 
 
 def num_cores() -> int:

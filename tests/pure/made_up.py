@@ -5,7 +5,6 @@ from __future__ import annotations
 from guozhuang.lab.results import (
     ComparisonSettings,
     Difference,
-    Machine,
     Phases,
     RankRecord,
     Results,
@@ -13,6 +12,7 @@ from guozhuang.lab.results import (
     StrategyRow,
     summarize_round,
 )
+from guozhuang.world.machine import Machine
 
 MIB = 1 << 20
 STEPS = 60

@@ -17,6 +17,7 @@ from guozhuang.launch.options.arguments import read
 from guozhuang.launch.options.plan import Plan
 from guozhuang.launch.options.plan_file import TrainingPlan, read_plan, write_plan
 from guozhuang.world import machine
+from guozhuang.world.machine import describe
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +207,7 @@ def test_a_plan_stands_for_options(folder: Path, monkeypatch: pytest.MonkeyPatch
         (["-np", "4"], "-np 4 contradicts the plan p.json, which says 2 ranks on each node"),
         (["--nproc-per-node", "4"], "--nproc-per-node 4 contradicts the plan p.json, which says 2 ranks on each node"),
         (["--threads-per-rank", "1"], "contradicts the plan p.json, which says --threads-per-rank 3"),
-        (["--nnodes", "2"], "the plan p.json is for 1 nodes, and this run has 2"),
+        (["--nnodes", "2"], "the plan p.json is for 1 node, and this run has 2"),
         (["-H", "a:2,b:2", "-np", "4"], "-np 4 contradicts the plan p.json, which says 2 ranks in all"),
     ],
 )
@@ -225,6 +226,7 @@ def test_what_contradicts_a_plan_is_refused_with_both(folder: Path, more: list[s
         ({"ranks_per_node": "two"}, "no usable ranks_per_node"),
         ({"num_nodes": None}, "no usable num_nodes"),
         ({"strategy": 3}, "no usable strategy"),
+        ({"device": 0}, "no usable device"),
         ({"bucket_cap_mb": -1}, "no usable bucket_cap_mb"),
     ],
 )
@@ -242,9 +244,56 @@ def test_a_plan_of_several_nodes_needs_their_names(folder: Path) -> None:
         plan("--plan", "two.json")
     each = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1")
     assert plan("--plan", "two.json", *each).num_local_ranks == 4
-    over_hosts = read(["--plan", "two.json", "-H", "a:4,b:4", "train.py"])
-    assert [*hosts_options.plan(over_hosts, {}).placed] == [("a", "4"), ("b", "4")]
+    for hosts in ("a:4,b:4", "a:8,b:8", "a,b"):  # slots say how many ranks a host can take, the plan how many it gets
+        over_hosts = read(["--plan", "two.json", "-H", hosts, "-np", "8", "train.py"])
+        assert [*hosts_options.plan(over_hosts, {}).placed] == [("a", "4"), ("b", "4")]
     write_plan(TrainingPlan(2, 4, "ddp", hosts="a:4,b:4"), folder / "named.json")
     named = hosts_options.plan(read(["--plan", "named.json", "train.py"]), {})
     assert [*named.placed] == [("a", "4"), ("b", "4")] and named.options["plan"] is None
     assert (named.options["strategy"], named.options["num_ranks"]) == ("ddp", None)
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "hosts", "words"),
+    [
+        (1, ["-H", "a:2,b:2"], "the plan p.json is for 1 node, and this run has 2"),
+        (1, ["-H", "a,b"], "the plan p.json is for 1 node, and this run has 2"),
+        (2, ["-H", "a:4"], "the plan p.json is for 2 nodes, and this run has 1"),
+        (2, ["-H", "a:2,b:2,c:2"], "the plan p.json is for 2 nodes, and this run has 3"),
+        (2, ["-H", "a:2,b:1"], "more ranks than b has slots (1)"),
+        (2, ["--hostfile", "hosts", "-np", "2"], "-np 2 contradicts the plan p.json, which says 4 ranks in all"),
+    ],
+)
+def test_hosts_that_a_plan_is_not_for_are_refused(folder: Path, num_nodes: int, hosts: list[str], words: str) -> None:
+    write_plan(TrainingPlan(num_nodes, 2, "ddp"), folder / "p.json")
+    (folder / "hosts").write_text("a slots=2\nb slots=2\n")
+    with pytest.raises(UsageError) as caught:
+        hosts_options.plan(read(["--plan", "p.json", *hosts, "train.py"]), {})
+    assert words in str(caught.value) and "Fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "was"), [("torch", "2.13.0"), ("accelerators", "NVIDIA H200"), ("num_cores", None), ("cpu", "another one")]
+)
+def test_a_tuned_plan_counts_on_its_own_machine_alone(folder: Path, name: str, was: str | None) -> None:
+    """The facts are those that `guozhuang tune` has stored: the version of torch with what follows its "+"."""
+    tuned_on = {**describe().conditions, "workload": "text"}
+    write_plan(TrainingPlan(1, 2, "ddp", tuned_on=tuned_on), folder / "p.json")
+    assert plan("--plan", "p.json").num_local_ranks == 2
+    with pytest.raises(UsageError, match="was tuned on one machine, and -H or --hostfile name others"):
+        plan("--plan", "p.json", "-H", "a:2")
+    other = {key: value for key, value in (tuned_on | {name: was}).items() if value is not None}
+    write_plan(TrainingPlan(1, 2, "ddp", tuned_on=other), folder / "p.json")
+    with pytest.raises(UsageError) as caught:
+        plan("--plan", "p.json")
+    assert f"{name} was {was or 'not set'}, is {tuned_on[name]}" in str(caught.value)
+
+
+def test_a_plan_for_cuda_devices_needs_one_where_its_ranks_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_plan(TrainingPlan(1, 2, "ddp", device="cuda"), folder / "p.json")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UsageError, match=r"the plan p.json is for CUDA devices, and this machine has none"):
+        plan("--plan", "p.json")
+    assert [*hosts_options.plan(read(["--plan", "p.json", "-H", "a:2", "train.py"]), {}).placed] == [("a", "2")]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert plan("--plan", "p.json").num_local_ranks == 2

@@ -34,6 +34,7 @@ def training_plan(candidate: Candidate, precision: str, why: str, **prediction: 
         candidate.cluster.num_nodes,
         candidate.cluster.ranks_per_node,
         strategy=strategy,
+        device=None if candidate.cluster.device is None else "cuda",
         layout=layout if is_divided else None,
         microbatches=one.num_micro_batches if one.pipeline > 1 else None,
         schedule=None if one.pipeline == 1 else "1f1b" if one.interleave == 1 else "interleaved",

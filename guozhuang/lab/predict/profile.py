@@ -20,7 +20,6 @@ from guozhuang.cost.trace import Trace
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab.compare import busy_share
 from guozhuang.lab.contender import Contender
-from guozhuang.lab.measure import describe
 from guozhuang.lab.planner.fake.traces import check_recordable, recorded
 from guozhuang.lab.predict.observe import Observed, median_parts
 from guozhuang.lab.results import RunFailure
@@ -29,7 +28,7 @@ from guozhuang.lab.worker import RunSpec
 from guozhuang.records import build, from_json, to_json, write_text
 from guozhuang.workloads import Workload
 from guozhuang.world.devices import SHARED_MEMORY
-from guozhuang.world.machine import usable_cores
+from guozhuang.world.machine import describe, usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,7 +84,6 @@ class Subject:
     @property
     def conditions(self) -> dict[str, str]:
         """What must be the same for a profile of an earlier time to count now, by its name."""
-        machine = {name: str(each) for name, each in asdict(describe()).items() if name != "memory_bytes"}
         return {
             "workload": workloads.title(self.name),
             **{f"workload option {name}": json.dumps(value) for name, value in sorted(self.options.items())},
@@ -93,7 +91,7 @@ class Subject:
             **{f"file {name}": state for name, state in workloads.origin(self.name, self.options).items()},
             "batch size": str(self.workload.batch_size),
             "device": self.device or "chosen",
-            **machine,
+            **describe().conditions,
         }
 
 

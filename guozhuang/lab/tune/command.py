@@ -19,7 +19,6 @@ import torch
 from guozhuang import units
 from guozhuang.cost.race import Race, RaceOutcome, Rules
 from guozhuang.errors import UsageError, explain
-from guozhuang.lab.measure import describe
 from guozhuang.lab.plan import default_ranks
 from guozhuang.lab.predict.profile import Subject, subject
 from guozhuang.lab.results import RunFailure
@@ -29,8 +28,9 @@ from guozhuang.lab.unfinished import alone_in
 from guozhuang.lab.verdict import short
 from guozhuang.lab.worker import RunSpec
 from guozhuang.launch.options.plan_file import TrainingPlan, read_plan, write_plan
+from guozhuang.records import differences
 from guozhuang.world.devices import backend_of_cpu_ranks, num_cuda
-from guozhuang.world.machine import usable_cores
+from guozhuang.world.machine import describe, usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,16 +124,11 @@ def _earlier(
     namespace: argparse.Namespace, out: Path, tuned_on: dict[str, str], progress: Console
 ) -> TrainingPlan | None:
     """Return the plan that a file holds already, if it was tuned for the same; say what differs if not."""
-    found = read_plan(str(out))
+    found = read_plan(str(out), "--out")
     if not found.tuned_on:
         what = "--out holds a plan that was not tuned, which would be lost"
         raise UsageError(explain(what, value=str(out), fix="name another file"))
-    names = dict.fromkeys([*tuned_on, *found.tuned_on])
-    differs = [
-        f"{name} was {found.tuned_on.get(name, 'not set')}, is {tuned_on.get(name, 'not set')}"
-        for name in names
-        if found.tuned_on.get(name) != tuned_on.get(name)
-    ]
+    differs = differences(found.tuned_on, tuned_on)
     if differs:
         progress.print(
             f"The plan in {out} does not count here, and is made anew: {'; '.join(differs)}.",

@@ -15,6 +15,7 @@ from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.placement import Host, parse_hosts, place, place_servers, read_hostfile
 from guozhuang.launch.job import Policy
 from guozhuang.launch.options.arguments import DEFAULT_START_TIMEOUT_S
+from guozhuang.launch.options.plan_file import check_nodes
 from guozhuang.launch.options.torchrun import RENDEZVOUS_DEFAULTS, signals_of
 from guozhuang.launch.request import NO_EXTENSION, Extension
 from guozhuang.launch.signals import ENDING
@@ -22,7 +23,7 @@ from guozhuang.launch.signals import ENDING
 # Options that the launcher itself carries out, and options on the rendezvous, which -H excludes because it sets that up.
 _OF_THE_LAUNCHER = (
     "hosts", "hostfile", "exported", "ssh_port", "ssh_identity", "ssh_config", "start_timeout", "interface", "servers",
-    "server_hosts", "num_ranks", "plan",
+    "server_hosts", "num_ranks", "plan", "planned_nodes",
 )  # fmt: skip
 _EXCLUDED = RENDEZVOUS_DEFAULTS.keys() - {"master_addr", "master_port"} | {"local_addr"}
 
@@ -138,6 +139,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> HostsPlan:
     spare = [host for text in found.server_hosts or () for host in parse_hosts(text, "--server-hosts")]
     signals = [each for each in signals_of(found.signals_to_handle) if each not in ENDING]
     placed = place(named_hosts(found), _number_of_ranks(found.num_ranks), found.nproc_per_node)
+    check_nodes(found, len(placed), len(placed))
     # With keep-survivors each agent replaces its own ranks, within its own limit; otherwise the launcher restarts all ranks.
     is_replaced = found.on_failure == Policy.KEEP_SURVIVORS.value
     of_agents = vars(found) | RENDEZVOUS_DEFAULTS | dict.fromkeys(_OF_THE_LAUNCHER)

@@ -130,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--timestamps", action="store_true", help="Put the time before each line that ranks print.")
     add_host_arguments(ours)
+    found.set_defaults(planned_nodes=None)
     for name in ("nproc_per_node", "master_addr"):
         if f"PET_{name.upper()}" not in os.environ:
             found.set_defaults(**{name: None})

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import platform
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.records import from_json, to_json, write_text
+from guozhuang.records import differences, from_json, to_json, write_text
 
 _VERSION = 1
 
@@ -31,7 +28,7 @@ _OPTIONS = {
 
 _KINDS: dict[str, type[int] | type[str] | type[float]] = {
     **dict.fromkeys(("num_nodes", "ranks_per_node", "microbatches", "groups", "threads_per_rank"), int),
-    **dict.fromkeys(("strategy", "layout", "schedule", "backend", "hosts"), str),
+    **dict.fromkeys(("strategy", "layout", "schedule", "backend", "hosts", "device"), str),
     "bucket_cap_mb": float,
 }
 
@@ -52,6 +49,7 @@ class TrainingPlan:
         bucket_cap_mb: the cap of a bucket of gradients, in MiB.
         threads_per_rank: how many threads each rank computes with.
         hosts: the hosts and their ranks as ``-H`` takes them, such as ``a:2,b:2``; None: the command line names them.
+        device: ``"cuda"`` if each rank needs a CUDA device; ``"cpu"`` or None: the ranks find out what there is.
         in_the_script: what the script has to do itself, in words: its batch size, recomputation.
         why: why this plan was chosen, in words.
         date: the day on which it was made, as YYYY-MM-DD.
@@ -73,6 +71,7 @@ class TrainingPlan:
     bucket_cap_mb: float | None = None
     threads_per_rank: int | None = None
     hosts: str | None = None
+    device: str | None = None
     in_the_script: tuple[str, ...] = ()
     why: str = ""
     date: str = ""
@@ -118,8 +117,12 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
         raise UsageError(explain(what, value=str(path), fix="give --out the path of a file in a folder")) from error
 
 
-def read_plan(path: str) -> TrainingPlan:
+def read_plan(path: str, option: str = "--plan") -> TrainingPlan:
     """Return the plan of a file.
+
+    Args:
+        path: the file.
+        option: the option that names it, for the text of an error.
 
     Raises:
         UsageError: the file cannot be read, is no plan, or one of another version; the text names the file.
@@ -128,8 +131,9 @@ def read_plan(path: str) -> TrainingPlan:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = f"the plan {path} cannot be read: {getattr(error, 'strerror', None) or error}"
-        raise UsageError(explain(what, fix="give --plan a file that `guozhuang plan --out` wrote")) from error
-    fix = "make it again with `guozhuang plan ... --out`"
+        fix = f"give {option} a file that `guozhuang plan --out` or `guozhuang tune --out` wrote"
+        raise UsageError(explain(what, fix=fix)) from error
+    fix = "make it again with `guozhuang plan` or `guozhuang tune` and --out, or name another file"
     found = from_json(TrainingPlan, text, _VERSION, f"plan ({path})", fix)
     for name, kind in _KINDS.items():
         value = getattr(found, name)
@@ -148,7 +152,8 @@ def _words_of(kind: type) -> str:
 def apply_plan(found: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Set the options of a parsed command line of ``guozhuang run`` that ``--plan`` stands for.
 
-    Options that are given beside the plan stay if they say the same. ``-H`` and ``--hostfile`` say where the plan's ranks are.
+    Options that are given beside the plan stay if they say the same. ``-H`` and ``--hostfile`` say where the plan's ranks are:
+    each host gets those of a node. How many nodes there have to be is kept in ``found.planned_nodes``, for :func:`check_nodes`.
 
     Args:
         found: the parsed command line, which is changed.
@@ -159,7 +164,12 @@ def apply_plan(found: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """
     path: str = found.plan
     plan = read_plan(path)
-    _check_same_machine(path, plan.tuned_on)
+    found.planned_nodes = plan.num_nodes
+    if plan.tuned_on:
+        _check_same_machine(found, plan.tuned_on)
+    is_over_hosts = bool(found.hosts or plan.hosts) or found.hostfile is not None
+    if plan.device == "cuda" and not is_over_hosts:
+        _check_devices(path)
     for option, attribute, planned in plan.options():
         given = getattr(found, attribute)
         if given is not None and given != planned:
@@ -170,49 +180,57 @@ def apply_plan(found: argparse.Namespace, environ: Mapping[str, str]) -> None:
     per_node = found.nproc_per_node if found.nproc_per_node != environ.get("PET_NPROC_PER_NODE") else None
     if per_node is not None and str(per_node) != str(plan.ranks_per_node):
         raise _contradiction(path, f"{plan.ranks_per_node} ranks on each node", f"--nproc-per-node {per_node}")
-    is_over_hosts = bool(found.hosts) or found.hostfile is not None
     planned = plan.num_ranks if is_over_hosts else plan.ranks_per_node
     if found.num_ranks is not None and str(found.num_ranks) != str(planned):
         raise _contradiction(
             path, f"{planned} ranks {'in all' if is_over_hosts else 'on each node'}", f"-np {found.num_ranks}"
         )
-    found.num_ranks, found.nproc_per_node = str(planned), None
+    found.num_ranks, found.nproc_per_node = None, str(plan.ranks_per_node)
 
 
-def _check_same_machine(path: str, tuned_on: Mapping[str, str]) -> None:
+def _check_same_machine(found: argparse.Namespace, tuned_on: Mapping[str, str]) -> None:
     """Raise if a plan was found by measuring on another machine or versions, where another may be the fastest."""
-    if not tuned_on:
-        return
-    from guozhuang.world.machine import processor_name, usable_cores  # imports torch, which parsers do without
+    from guozhuang.world.machine import describe  # imports torch, which parsers do without
 
-    here = {"cpu": processor_name(), "num_cores": str(usable_cores()), "python": platform.python_version()}
-    for package in ("torch", "guozhuang"):
-        with contextlib.suppress(PackageNotFoundError):
-            here[package] = version(package)
-    differs = [
-        f"{name} was {tuned_on[name]}, is {value}" for name, value in here.items() if tuned_on.get(name, value) != value
-    ]
+    fix = "tune there: guozhuang tune --out FILE; or give its options one by one"
+    if found.hosts or found.hostfile is not None:
+        what = f"the plan {found.plan} was tuned on one machine, and -H or --hostfile name others"
+        raise UsageError(explain(what, value=str(found.hosts or found.hostfile), fix=fix))
+    here = describe().conditions
+    differs = differences({name: value for name, value in tuned_on.items() if name in here}, here)
     if differs:
-        what = f"the plan {path} was tuned on another machine or other versions: {'; '.join(differs)}"
-        raise UsageError(explain(what, fix="tune here: guozhuang tune --out FILE; or give its options one by one"))
+        what = f"the plan {found.plan} was tuned on another machine or other versions: {'; '.join(differs)}"
+        raise UsageError(explain(what, fix=fix.replace("there", "here")))
 
 
-def check_nodes(found: argparse.Namespace, least_nodes: int, most_nodes: int) -> None:
+def _check_devices(path: str) -> None:
+    import torch  # which parsers do without
+
+    if not torch.cuda.is_available():
+        what = f"the plan {path} is for CUDA devices, and this machine has none that PyTorch can use"
+        raise UsageError(explain(what, fix="run it where there are some, or make a plan for this machine's CPUs"))
+
+
+def check_nodes(found: argparse.Namespace, least: int, most: int) -> None:
     """Raise if a run has another number of nodes than the plan that its command line names.
+
+    Args:
+        found: the command line, to which its plan was applied.
+        least: the least number of nodes, or the number of hosts that get ranks.
+        most: the greatest number of nodes.
 
     Raises:
         UsageError: the numbers differ; the text says how the nodes of the plan are named.
     """
-    if found.plan is None:
+    wanted = found.planned_nodes
+    if wanted is None or (least, most) == (wanted, wanted):
         return
-    wanted = read_plan(found.plan).num_nodes
-    if (least_nodes, most_nodes) != (wanted, wanted):
-        given = str(most_nodes) if least_nodes == most_nodes else f"{least_nodes}:{most_nodes}"
-        what = f"the plan {found.plan} is for {wanted} nodes, and this run has {given}"
-        each = f"--nnodes {wanted} --node-rank I --master-addr ADDRESS on each node"
-        raise UsageError(
-            explain(what, value=given, fix=f"name them with -H host1:RANKS,host2:RANKS,..., or give {each}")
-        )
+    given = str(most) if least == most else f"{least}:{most}"
+    what = f"the plan {found.plan} is for {wanted} node{'s' * (wanted != 1)}, and this run has {given}"
+    hosts = "-H " + ",".join(f"host{i}" for i in range(1, min(wanted, 2) + 1)) + ",..." * (wanted > 2)
+    each = f"--nnodes {wanted} --node-rank I --master-addr ADDRESS on each node"
+    fix = f"name them with {hosts}, or give {each}" if wanted > 1 else "name one host or none, or make another plan"
+    raise UsageError(explain(what, value=given, fix=fix))
 
 
 def _contradiction(path: str, planned: str, given: str) -> UsageError:
