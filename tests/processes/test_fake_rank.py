@@ -46,7 +46,7 @@ while number < 60:
 
 
 def planned(script: Path, ranks: int, capfd: Any, **more: Any) -> Any:
-    given = {"ranks": str(ranks), "on": None, "strategy": None, "layout": None, "json": True} | more
+    given = {"ranks": str(ranks), "rank": "0", "on": None, "strategy": None, "layout": None, "json": True} | more
     asked = argparse.Namespace(training_script=str(script), training_script_args=[], **given)
     assert fake.run(asked) == 0
     return json.loads(capfd.readouterr().out)
@@ -88,7 +88,7 @@ def test_a_thousand_ranks(tmp_path: Path, capfd: Any) -> None:
 
 @pytest.mark.slow
 def test_what_scripts_get_wrong_is_said(tmp_path: Path, capfd: Any) -> None:
-    given = {"ranks": "4", "on": None, "strategy": None, "layout": None, "json": False}
+    given = {"ranks": "4", "rank": "3", "on": None, "strategy": None, "layout": None, "json": False}
     wrong = {
         "import torch\ntorch.multiprocessing.spawn(print, nprocs=4)": "starts its ranks itself",
         "import torch.distributed as dist\ndist.init_process_group('gloo', rank=0, world_size=2)": "leave rank= and",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +62,21 @@ def test_groups_of_some_ranks_are_recorded_with_their_ranks(enter: Any) -> None:
     recorder.step_ended()
     (start,) = [each for each in recorder.traces()[0].events if isinstance(each, Start)]
     assert (start.operation, start.num_bytes, start.ranks, start.blocking) == ("all_reduce", 12, (0, 2), False)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_a_tensor_reduced_in_place_counts_this_ranks_part_of_the_others(enter: Any) -> None:
+    def shared_bytes() -> int:
+        return 1024 * int(re.findall(r"RssShmem:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+
+    enter(num_nodes=1, backend="shm")
+    group: Any = dist.group.WORLD
+    before, num_bytes = shared_bytes(), 16 << 20
+    tensor = group.empty(num_bytes // 4)
+    assert shared_bytes() - before == pytest.approx(num_bytes * (1 + 3 / 4), rel=0.01)
+    assert tensor.numel() * 4 == num_bytes == tensor.untyped_storage().nbytes()
+    del tensor
+    assert shared_bytes() - before < num_bytes / 100
 
 
 def test_a_world_that_cannot_be_is_refused(enter: Any) -> None:

@@ -133,8 +133,7 @@ def predict(
     found = _prediction(profile, strategy, num_ranks, batch, times, slowest, perfect_s, widened)
     if len(prepared) > 1:  # the stages of a pipeline were recorded in one process
         return replace(found, memory_bytes=None)
-    sharing = part.ranks_per_node if part.transport.name == "shm" else 1
-    return replace(found, memory_bytes=profile.rank_memory_bytes(prepared[0], batch, sharing))
+    return replace(found, memory_bytes=profile.rank_memory_bytes(prepared[0], batch))
 
 
 def _bounds(trace: Trace, times: StepTime, crowded: float) -> tuple[float, float]:

@@ -178,17 +178,15 @@ class Profile:
         ]
         return _line(points, self.batch_size if batch_size is None else batch_size) if points else None
 
-    def rank_memory_bytes(self, trace: Trace, batch_size: int, sharing: int) -> float | None:
-        """Return the peak memory of a rank: that of the process that was recorded, and what a rank has beside it.
+    def rank_memory_bytes(self, trace: Trace, batch_size: int) -> float | None:
+        """Return the peak memory of a rank: that of the recorded process, with what a sample adds in one process alone.
 
-        What a sample adds is that of one process. Ranks that share memory also map the pages of the others that they read,
-        which the kernel counts for each of them. A trace that was not recorded is that of buckets: while the largest gradient
-        is copied into its bucket both are there, and gloo takes some room.
+        A trace that was not recorded is that of buckets: while the largest gradient is copied into its bucket both are there,
+        and gloo takes some room.
 
         Args:
             trace: of the rank.
             batch_size: samples of its step.
-            sharing: ranks that share memory with it and with each other: all of one node under ``"shm"``, else 1.
 
         Returns:
             Bytes, or None if the process was not measured.
@@ -196,15 +194,10 @@ class Profile:
         own, wanted = self.memory_bytes(), self.memory_bytes(batch_size)
         if own is None or wanted is None:
             return None
-        starts = [each for each in trace.events if isinstance(each, Start)]
-        if trace.peak_bytes is None:
-            largest = max((each.num_bytes for each in self.gradients), default=0)
-            return wanted + (largest + GLOO_BYTES if starts else 0.0)
-        reduced = sum(each.num_bytes for each in starts if each.operation in ("all_reduce", "reduce_scatter"))
-        shared = (
-            self.gradient_bytes if any(each.operation == "meeting" for each in starts) else reduced / trace.num_steps
-        )
-        return trace.peak_bytes + wanted - own + (sharing - 1) / sharing * min(shared, self.gradient_bytes)
+        if trace.peak_bytes is not None:
+            return trace.peak_bytes + wanted - own
+        largest = max((each.num_bytes for each in self.gradients), default=0)
+        return wanted + (largest + GLOO_BYTES if any(isinstance(each, Start) for each in trace.events) else 0.0)
 
     def measured_batches(self) -> tuple[int, int]:
         """Return the smallest and the largest batch size that was measured."""

@@ -1,4 +1,4 @@
-"""The process group of a fake world, and the segments that the ranks of one node would share.
+"""The process group of a fake world.
 
 [Note: what the others would have sent] Nobody else is there, so every result is what this rank would get if all others had
 sent what it has itself: a sum is its own value times the number of ranks, a gather is copies of its own part, a message is the
@@ -9,8 +9,6 @@ each rank has written what this rank has written: so comparisons between ranks f
 from __future__ import annotations
 
 import datetime
-import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
@@ -20,74 +18,16 @@ from torch import Tensor
 from torch.futures import Future
 from typing_extensions import override
 
-from guozhuang.cost.cluster import LOOPBACK, SHARED_MEMORY_LINK
 from guozhuang.errors import UsageError, explain
 from guozhuang.groups.base import OwnBackend
 from guozhuang.groups.serial import NO_LIMIT, CallWork
-from guozhuang.groups.shared_memory.segments import Segment
 from guozhuang.groups.verbs import PreparedCall, VerbGroup, collective
-from guozhuang.world import FAKE, World, enter_made
-from guozhuang.world.identity import Identity
 
 from .recorder import Recorder
-from .store import FakeStore
 
 #: The name that ``torch.distributed.get_backend`` returns for a group of a fake world.
 NAME: Final = "guozhuang_fake"
-_TIMEOUT: Final = datetime.timedelta(seconds=60)
-
-
-def enter(rank: int, num_ranks: int, num_nodes: int, backend: str, device: torch.device) -> tuple[World, Recorder]:
-    """Make this process a rank of a fake world, as ``init`` would in a real one.
-
-    Args:
-        rank: the rank that this process plays.
-        num_ranks: the ranks of the world, equally many on each node.
-        num_nodes: the nodes of the world.
-        backend: the backend whose ranks are played: "shm", "gloo" or "nccl". On one node, ranks of "shm" share memory.
-        device: the device of this rank.
-
-    Returns:
-        The world, and what records this rank's work.
-
-    Raises:
-        UsageError: numbers that do not go together, or a process that has a process group already.
-    """
-    if num_ranks < 1 or not 0 <= rank < num_ranks or num_nodes < 1 or num_ranks % num_nodes:
-        what = "a fake world has a rank of several, as many on each node"
-        value = f"rank {rank} of {num_ranks} on {num_nodes} nodes"
-        raise UsageError(explain(what, value=value, fix="name a number of ranks that divides by the nodes"))
-    if dist.is_initialized():
-        raise UsageError(explain("a fake world begins in a process without a process group", fix="start a new process"))
-    now = time.thread_time if device.type == "cpu" else functools.partial(_device_time, device)
-    recorder = Recorder(rank, num_ranks, now)
-    link = SHARED_MEMORY_LINK if backend == "shm" and num_nodes == 1 else LOOPBACK
-    recorder.message_times = link.latency_s, 1 / link.bytes_per_s
-    made = FakeNodeGroup if backend == "shm" and num_nodes == 1 else FakeGroup
-
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-    store = recorder.kept = FakeStore(rank)  # PyTorch does not keep the Python object
-    options: Any = (made, recorder)
-    dist.init_process_group(NAME, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT, pg_options=options)
-    local_size = num_ranks // num_nodes
-    node_rank, local_rank = divmod(rank, local_size)
-    identity = Identity(FAKE, rank, num_ranks, local_rank, local_size, node_rank, num_nodes)
-    return enter_made(identity, device, backend, _TIMEOUT.total_seconds()), recorder
-
-
-def _create(told: Any, options: Any) -> FakeGroup:
-    """Make a group; ``torch.distributed`` calls this function. Groups after the first are of its kind."""
-    default: Any = dist.group.WORLD
-    made, recorder = options or (type(default), default.recorder)
-    ranks = tuple(told.global_ranks_in_group) or tuple(range(told.group_size))
-    group: FakeGroup = made(told.store, told.group_rank, ranks, told.timeout, recorder)
-    return group
-
-
-def _device_time(device: torch.device) -> float:
-    torch.cuda.synchronize(device)
-    return time.perf_counter()
+_BESIDE_BYTES: Final = 6 << 20  # threads of gloo with their heaps, and its segments: as measured with 2 and 4 ranks
 
 
 class FakeWork(CallWork):
@@ -141,6 +81,7 @@ class FakeGroup(VerbGroup, OwnBackend):
     """
 
     _copies = True  # whether the calls make copies, as those of gloo do
+    _beside_bytes = _BESIDE_BYTES
 
     def __init__(
         self, store: dist.Store, rank: int, ranks: tuple[int, ...], timeout: datetime.timedelta, recorder: Recorder
@@ -148,6 +89,7 @@ class FakeGroup(VerbGroup, OwnBackend):
         super().__init__(rank, len(ranks), NAME)
         self._store, self._timeout, self.recorder = store, timeout, recorder
         self._ranks, self.number = ranks, recorder.group_number()
+        recorder.beside_bytes = max(recorder.beside_bytes, self._beside_bytes if len(ranks) > 1 else 0)
         self._sent: dict[tuple[int, int, torch.dtype], Tensor] = {}  # by the other rank, number of elements and dtype
 
     @collective
@@ -366,48 +308,6 @@ class FakeGroup(VerbGroup, OwnBackend):
 
     def abort(self) -> None:
         """Do nothing: the group holds nothing."""
-
-
-class FakeNodeGroup(FakeGroup):
-    """A fake group of ranks on one node that would share memory, as those of the backend "shm" do."""
-
-    _copies = False
-
-    def empty(self, num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return memory that the group would reduce in place."""
-        return torch.empty(num_elements, dtype=dtype)
-
-    def segments(self) -> FakeSegments:
-        """Return what makes further segments that all ranks would map."""
-        return FakeSegments(self)
-
-
-class FakeSegments:
-    """Stands for ``SharedSegments``: the segments of the other ranks are memory of this process, with zeros.
-
-    Args:
-        group: the ranks, all on one node.
-    """
-
-    def __init__(self, group: FakeNodeGroup) -> None:
-        self._group = group
-        self.rank: int = group.rank()
-        self.size: int = group.size()
-
-    def meet(self, what: bytes, private: bytes = b"") -> tuple[bytes, ...]:
-        """Record a meeting; return what each rank would say, which is the same on all."""
-        group = self._group
-        group._record("meeting", 0, group._ranks, blocking=True)
-        group.recorder.go_on()
-        return (private,) * self.size
-
-    def make(self, num_bytes: int, name: str, only: int | None = None) -> list[Segment | None]:
-        """Make the segments of all ranks, each of this rank's size; see ``SharedSegments.make``."""
-        self.meet(b"sharing memory")
-        return [
-            Segment.create(num_bytes, f"{name}-{rank}") if num_bytes and only in (None, rank) else None
-            for rank in range(self.size)
-        ]
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -48,11 +48,13 @@ class Recorder:
     Attributes:
         kept: what must live as long as the world, and PyTorch does not keep.
         shares: by rank, the share of the parameters that it has, where one process plays all stages of a pipeline; else empty.
+        beside_bytes: memory that a rank of a real group has, and this process does not.
         message_times: the seconds of a message between two ranks, and how many more for each byte, for what is chosen by them.
     """
 
     kept: object = None
     shares: Mapping[int, float] = {}
+    beside_bytes: int = 0
     message_times: tuple[float, float] = (0.0, 0.0)
 
     def __init__(self, rank: int, num_ranks: int, now: Callable[[], float] = time.thread_time) -> None:

@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     fake = made.add_argument_group("one rank of a large world, for real")
     fake.add_argument("--strategy", metavar="NAME", help="of the script's run, as for `guozhuang run`")
     fake.add_argument("--layout", metavar="AXES", help="of the script's run, as for `guozhuang run`")
+    fake.add_argument("--rank", metavar="R", default="0", help="the rank that runs the script (default: 0)")
     add_workload_arguments(made)
     what.add_argument(
         "--model",

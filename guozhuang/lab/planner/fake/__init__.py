@@ -20,7 +20,7 @@ from guozhuang.cost.cluster import Cluster
 from guozhuang.cost.collectives import collective_cost
 from guozhuang.cost.describe import parse_cluster
 from guozhuang.cost.simulate import StepTime, simulate
-from guozhuang.cost.trace import HAND_OVER, RECV, Start, Trace
+from guozhuang.cost.trace import HAND_OVER, RECV, SEND, Start, Trace
 from guozhuang.errors import UsageError, explain
 from guozhuang.records import build, to_json, write_text
 from guozhuang.units import size
@@ -83,30 +83,34 @@ def run(found: argparse.Namespace) -> int:
     """
     from guozhuang.launch.options import script
 
-    num_ranks = _num_ranks(found.ranks)
+    num_ranks = _count(found.ranks, 1, "with a script --ranks is the number of ranks of the world", "--ranks 1024")
+    rank = _count(found.rank, 0, "--rank is the rank that runs the script", "--rank 0")
+    if rank >= num_ranks:
+        what = f"a world of {num_ranks} ranks has the ranks 0 to {num_ranks - 1}"
+        raise UsageError(explain(what, value=f"--rank {rank}", fix="name one of them"))
     script.check(argparse.Namespace(**vars(found) | {"module": False, "no_python": False, "run_path": False}), {})
     on = (found.on or [None])[0] if isinstance(found.on, list) else found.on
     cluster = parse_cluster(on or f"{num_ranks}x{_USUAL}", read=lambda name: Path(name).read_text())
     cluster = cluster.with_ranks(num_ranks)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="guozhuang-plan-") as folder:
-        rank = _run_rank(found, cluster, Path(folder))
-    if rank is None:
+        ran = _run_rank(found, rank, cluster, Path(folder))
+    if ran is None:
         return 2
     rank_s = time.monotonic() - began
-    sent = sent_by(rank.trace, cluster)
-    step = simulate(rank.trace, cluster, costs=collective_cost)
-    curve = scaling(rank.trace, cluster)
+    sent = sent_by(ran.trace, cluster)
+    step = simulate(ran.trace, cluster, costs=collective_cost)
+    curve = scaling(ran.trace, cluster)
     document = {
-        "ranks": num_ranks, "cluster": cluster.name, "strategy": rank.strategy, "peak_bytes": rank.peak_bytes,
-        "device_bytes": rank.device_bytes, "sent": [dataclasses.asdict(each) for each in sent],
+        "ranks": num_ranks, "rank": rank, "cluster": cluster.name, "strategy": ran.strategy,
+        "peak_bytes": ran.peak_bytes, "device_bytes": ran.device_bytes, "sent": [dataclasses.asdict(each) for each in sent],
         "step": dataclasses.asdict(dataclasses.replace(step, stretched=())),
         "scaling": [dataclasses.asdict(each) for each in curve],
     }  # fmt: skip
     if found.json:
         print(to_json(document))
     else:
-        print(_report(found, rank, cluster, on is None, sent, step, curve, rank_s))
+        print(_report(found, ran, cluster, on is None, sent, step, curve, rank_s))
     return 0
 
 
@@ -153,34 +157,31 @@ def scaling(trace: Trace, cluster: Cluster) -> list[Scaled]:
 
 
 def _among(trace: Trace, num_ranks: int) -> Trace:
-    """Return the trace with groups of as many ranks as there are at most, the first of them."""
+    """Return the trace in a world of the ranks ``first`` to ``first + num_ranks``, of which its own is one."""
+    first = min(trace.rank // num_ranks * num_ranks, trace.num_ranks - num_ranks)
     events: list[Any] = []
     for event in trace.events:
         if isinstance(event, Start) and event.operation != HAND_OVER:
-            ranks = event.ranks
-            if len(ranks) == 2 and event.operation in ("send", "recv"):
-                ranks = tuple(sorted({each % num_ranks for each in ranks}))
-                if len(ranks) < 2:
-                    ranks = (0,)
+            inside = [each - first for each in event.ranks if first <= each < first + num_ranks]
+            if event.operation in (SEND, RECV):  # the peer is one of the ranks in any case
+                inside = list(dict.fromkeys((each - first) % num_ranks for each in event.ranks))
+            if len(inside) > 1:
+                event = dataclasses.replace(event, ranks=tuple(inside))
             else:
-                ranks = tuple(each for each in ranks if each < num_ranks)
-            if len(ranks) == 1:
-                event = dataclasses.replace(event, operation=HAND_OVER, num_bytes=0, ranks=(0,))
-            else:
-                event = dataclasses.replace(event, ranks=ranks)
+                event = dataclasses.replace(event, operation=HAND_OVER, num_bytes=0, ranks=(trace.rank - first,))
         events.append(event)
-    return Trace(0, num_ranks, tuple(events), trace.num_steps, trace.num_threads)
+    return Trace(trace.rank - first, num_ranks, tuple(events), trace.num_steps, trace.num_threads)
 
 
-def _num_ranks(text: str | None) -> int:
-    if text is None or not text.isdigit() or int(text) < 1:
-        what = "with a script --ranks is the number of ranks of the world of which one runs"
-        raise UsageError(explain(what, value=text, fix="write for example --ranks 1024"))
+def _count(text: str | None, least: int, what: str, example: str) -> int:
+    if text is None or not text.isdecimal() or int(text) < least:
+        raise UsageError(explain(what, value=text, fix=f"write for example {example}"))
     return int(text)
 
 
-def _run_rank(found: argparse.Namespace, cluster: Cluster, folder: Path) -> RankFound | None:
+def _run_rank(found: argparse.Namespace, rank: int, cluster: Cluster, folder: Path) -> RankFound | None:
     """Run the script in a process of its own; return what was found, None if it failed and has said why."""
+    from guozhuang.lab.runs import ended_by_signals
     from guozhuang.launch.request import environment_of_rank
 
     from .rank import RankFound, ScriptSpec
@@ -189,19 +190,20 @@ def _run_rank(found: argparse.Namespace, cluster: Cluster, folder: Path) -> Rank
     out, spec_file = folder / "found.json", folder / "spec.json"
     one_node = cluster.num_nodes == 1 and cluster.device is None
     spec = ScriptSpec(
-        cluster.num_ranks, cluster.num_nodes, 0, "shm" if one_node else "gloo", threads,
+        cluster.num_ranks, cluster.num_nodes, rank, "shm" if one_node else "gloo", threads,
         _NUM_WARMUP_STEPS, _NUM_STEPS, str(out),
     )  # fmt: skip
     write_text(spec_file, json.dumps(dataclasses.asdict(spec)))
     environ = environment_of_rank(
-        0, cluster.num_ranks, cluster.ranks_per_node, threads, strategy=found.strategy, layout=found.layout
+        rank, cluster.num_ranks, cluster.ranks_per_node, threads, strategy=found.strategy, layout=found.layout
     )
     command = [sys.executable, "-u", "-m", "guozhuang.lab.planner.fake.rank", str(spec_file)]
     try:
-        code = subprocess.run(
-            [*command, found.training_script, *found.training_script_args],
-            env=environ, timeout=_LIMIT_S, check=False, stdout=2, stdin=subprocess.DEVNULL,
-        ).returncode  # fmt: skip
+        with ended_by_signals():
+            code = subprocess.run(
+                [*command, found.training_script, *found.training_script_args],
+                env=environ, timeout=_LIMIT_S, check=False, stdout=2, stdin=subprocess.DEVNULL,
+            ).returncode  # fmt: skip
     except subprocess.TimeoutExpired:
         what = f"the rank made no {_NUM_WARMUP_STEPS + _NUM_STEPS} steps in {_LIMIT_S:g} s"
         raise UsageError(explain(what, fix="give the script a smaller model or batch")) from None
@@ -219,7 +221,7 @@ def _report(
     trace = rank.trace
     how = f"strategy {rank.strategy}" if rank.strategy else "as the script trains"
     lines = [
-        f"rank 0 of {trace.num_ranks} ran {found.training_script} in a fake world ({how}) for {rank_s:.0f} s; "
+        f"rank {trace.rank} of {trace.num_ranks} ran {found.training_script} in a fake world ({how}) for {rank_s:.0f} s; "
         f"{trace.num_steps} step{'s' * (trace.num_steps > 1)} recorded",
         f"cluster {cluster.name}: {cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks"
         + ("; supposed, name yours with --on" if supposed else ""),

@@ -3,19 +3,21 @@
 [Note: where a step begins] Scripts differ in what they call in a step, but all of them call the model, backward and an
 optimizer. A step begins with the first training forward after an optimizer has stepped. It ends where the next one begins, so
 fetching the next batch is its last part. After the measured steps the process ends at once: the script's own code for its end
-might save what a rank of a fake world has trained.
+might save what a rank of a fake world has trained. A script that ends earlier is measured by the steps that it has made, if
+there are some after those that warm up.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,8 @@ from guozhuang.records import build, to_json, write_text
 from guozhuang.registry import registry
 from guozhuang.strategies import get
 from guozhuang.world import requested_strategy
+
+_FEWEST_STEPS: Final = 2  # that are measured
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,9 @@ class _Watch:
     def __init__(self, spec: ScriptSpec, recorder: Recorder) -> None:
         self._spec, self._recorder = spec, recorder
         self._root: nn.Module | None = None
-        self._has_stepped, self._num_done, self._left = False, 0, -1
+        self.has_stepped, self._left, self._most_left = False, -1, 0
+        self._names, self._every = list[str](), 1
+        self.num_done = 0  # steps after which another one has begun
         self.has_asked, self.before_bytes = False, measure.peak_memory_bytes() or 0
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._finding = nn.modules.module.register_module_forward_pre_hook(self._on_any_forward)
@@ -97,9 +103,9 @@ class _Watch:
         self._replace_starts()
 
     @property
-    def num_done(self) -> int:
-        """The steps that the script has made."""
-        return self._num_done
+    def fewest_steps(self) -> int:
+        """The steps that a script has to make: the last of them shows where the one before it ends."""
+        return self._spec.num_warmup_steps + self._warmup_steps() + max(_FEWEST_STEPS, self._every) + 1
 
     def _on_any_forward(self, module: nn.Module, inputs: Any) -> None:
         if not (module.training and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
@@ -113,32 +119,32 @@ class _Watch:
         if not (module.training and torch.is_grad_enabled()):
             return
         self._recorder.passed("data")
-        if self._has_stepped:
-            self._has_stepped = False
+        if self.has_stepped:
+            self.has_stepped = False
             self._step_ended()
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
-        self._has_stepped = True
+        self.has_stepped = True
         self._recorder.passed("optimizer")
 
     def _step_ended(self) -> None:
-        self._num_done += 1
+        self.num_done += 1
         if self._left > 0:
             self._left -= 1
             self._recorder.step_ended()
             if self._left == 0:
-                self._leave()
-        elif self._num_done == self._spec.num_warmup_steps + self._warmup_steps():
-            self._left = max(self._spec.num_steps, self._period())
+                self.leave()
+        elif self.num_done == self._spec.num_warmup_steps + self._warmup_steps():
+            # What is known of the models is noted here: a script that ends takes them with it.
+            self._names = sorted({each.strategy for each in registry.trained})
+            self._every = max((period_of(each.model) for each in registry.trained), default=1)
+            self._left = self._most_left = max(self._spec.num_steps, self._every)
             self._recorder.begin()
         self._recorder.passed("data")
 
     def _warmup_steps(self) -> int:
         return max((get(each.strategy).warmup_steps for each in registry.trained), default=0)
-
-    def _period(self) -> int:
-        return max((period_of(each.model) for each in registry.trained), default=1)
 
     def _watch_backward(self) -> None:
         theirs = torch.autograd.backward
@@ -169,23 +175,35 @@ class _Watch:
         dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
         torch.multiprocessing.spawn = torch.multiprocessing.start_processes = start
 
-    def _leave(self) -> NoReturn:
-        names = {each.strategy for each in registry.trained}
+    def script_ended(self) -> None:
+        """Leave as after the last measured step, if enough steps of those that are left were made."""
+        if 0 < self._left <= self._most_left - max(_FEWEST_STEPS, self._every):
+            self.leave()
+
+    def leave(self) -> NoReturn:
+        """Write what was found, and end the process."""
         held = {id(p): p.numel() * p.element_size() for each in self._optimizers.values() for group in each.param_groups
                 for p in group["params"]}  # fmt: skip
         found = RankFound(
-            trace=self._recorder.traces(self._period(), self._spec.num_threads)[0],
-            peak_bytes=measure.peak_memory_bytes() or 0,
+            trace=self._recorder.traces(self._every, self._spec.num_threads)[0],
+            peak_bytes=(measure.peak_memory_bytes() or 0) + self._recorder.beside_bytes,
             before_bytes=self.before_bytes,
             device_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
             parameter_bytes=sum(held.values()),
-            has_asked=self.has_asked or bool(names),
-            strategy=", ".join(sorted(names)),
+            has_asked=self.has_asked or bool(self._names),
+            strategy=", ".join(self._names),
         )
         write_text(Path(self._spec.out), to_json(dataclasses.asdict(found)))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    """End this process and its children at once, such as the workers of a DataLoader."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main(arguments: list[str]) -> None:
@@ -202,11 +220,15 @@ def main(arguments: list[str]) -> None:
     watch = _Watch(spec, recorder)
     sys.argv = arguments[1:]
     sys.path[0] = str(Path(arguments[1]).resolve().parent)
-    runpy.run_path(arguments[1], run_name="__main__")
-    needed = spec.num_warmup_steps + spec.num_steps + 1
-    what = f"the script ended after {watch.num_done} steps of a rank"
+    try:
+        runpy.run_path(arguments[1], run_name="__main__")
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            raise
+    watch.script_ended()
+    what = f"the script ended after {watch.num_done + watch.has_stepped} steps of a rank"
     fix = (
-        f"let it make more than {needed}: more epochs, or more data ({spec.num_ranks} ranks share it)"
+        f"let it make {watch.fewest_steps} or more: more epochs, or more data ({spec.num_ranks} ranks share it)"
         if watch.num_done
         else "call the model in training mode, backward and optimizer.step() in the script"
     )
@@ -218,5 +240,4 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except UsageError as error:
         print(f"guozhuang plan: {error}", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(2)
+        _end(2)

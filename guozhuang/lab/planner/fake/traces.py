@@ -96,7 +96,8 @@ def record_trace(spec: RunSpec, make_trainer: Callable[..., Any]) -> None:
     traces = recorder.traces(period, spec.num_threads)
     if len(traces) == 1 and is_known:  # with several stages the process holds more than any rank does
         on_device = device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(device) if on_device else measure.peak_memory_bytes()
+        main = (measure.peak_memory_bytes() or 0) + recorder.beside_bytes
+        peak = torch.cuda.max_memory_allocated(device) if on_device else main
         traces = (dataclasses.replace(traces[0], peak_bytes=peak),)
     write_text(Path(spec.folder) / TRACE_FILE, to_json({"traces": [dataclasses.asdict(each) for each in traces]}))
 
