@@ -52,6 +52,9 @@ def test_a_plan_is_found_kept_and_run(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name != "tmp"] == ["tuned.json"]
     again = guozhuang(*words, folder=tmp_path, timeout_s=180)
     assert "tuned.json holds this plan already" in again.stderr and again.returncode == 0
+    other = guozhuang(*words, "--backend", "gloo", "--timeout", 0.001, folder=tmp_path, timeout_s=180)
+    assert "does not count here" in other.stderr and "--backend was None, is gloo" in other.stderr, other
+    assert other.returncode == 2 and "every contender has failed" in other.stderr
     script = write(tmp_path, SCRIPT)
     trained = guozhuang("run", "--plan", "tuned.json", script, folder=tmp_path, timeout_s=180)
     assert len(re.findall("ends with", trained.stdout)) == plan.ranks_per_node, trained

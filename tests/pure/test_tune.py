@@ -19,10 +19,11 @@ from guozhuang.cost.race import Rules
 from guozhuang.errors import UsageError
 from guozhuang.lab.results import RunFailure
 from guozhuang.lab.tune import command
-from guozhuang.lab.tune.arguments import KNOBS, parser
+from guozhuang.lab.tune.arguments import KNOBS, OF_THE_RESULT, parser
 from guozhuang.lab.tune.knobs import Choices, best_cap, chosen_knobs, fuse
 from guozhuang.launch.options.arguments import read
 from guozhuang.launch.options.plan_file import read_plan, write_plan
+from guozhuang.workloads.arguments import add_arguments
 from guozhuang.world.machine import describe
 
 GLOO = Choices(on_cpu=True, num_cores=4, num_ranks=2, global_batch=16, backend="gloo", asked_backend="gloo")
@@ -71,6 +72,41 @@ def test_no_inexact_strategy_is_tried_unasked_and_no_bound_at_all() -> None:
     assert [each.row.name for each in asked.others("strategy", asked.default(), None)[0]] == ["quantize8", "sharded"]
     with pytest.raises(UsageError, match="a bound on speed"):
         Choices(True, 2, 2, 8, "shm", asked="none").others("strategy", asked.default(), None)
+
+
+def test_a_strategy_on_another_backend_is_another_setting_and_the_present_one_is_none() -> None:
+    asked = Choices(True, 2, 2, 8, "shm", asked="ddp@gloo,ddp,ddp@shm,hybrid:pp=2")
+    found = asked.others("strategy", asked.default(), None)[0]
+    assert [each.row.name for each in found] == ["ddp@gloo", "hybrid:pp=2"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "in_the_script"),
+    [
+        ("sharded", ["batches of 4 samples"]),
+        ("pipeline", ["batches of 8 samples"]),  # of the two ranks that hold one copy of the model
+        ("hybrid:tp=2", ["batches of 8 samples"]),
+        ("single", ["batches of 8 samples"]),
+        ("dp", ["batches of 8 samples", "gz.prepare(..., num_replicas=2)"]),
+    ],
+)
+def test_the_plan_tells_what_the_script_does_for_the_batch_that_was_raced(
+    asked: str, in_the_script: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    choices = Choices(True, 2, 2, 8, "shm", asked=asked)
+    words = ("--knobs", "strategy", "--strategies", asked)
+    found, _ = tuned(choices, tmp_path, lambda name, number: 2.0 + 0.01 * (number % 3) - name.startswith(asked), *words)
+    plan = command._plan(found, {})
+    assert [each.partition(" (gz.loader")[0] for each in plan.in_the_script] == in_the_script
+    assert (plan.strategy, plan.device) == (asked.partition(":")[0], "cpu")
+
+
+def test_every_option_counts_for_the_stored_result_or_says_where_it_goes() -> None:
+    of_workloads = argparse.ArgumentParser()
+    add_arguments(of_workloads)
+    options = {action.dest for action in parser()._actions} - {action.dest for action in of_workloads._actions}
+    assert options | {"seed"} == {*OF_THE_RESULT, "workload", "out", "fresh", "json"}  # workloads have a seed too
 
 
 @pytest.mark.parametrize(
@@ -127,7 +163,7 @@ def test_each_knob_goes_on_from_the_winner_of_the_one_before_and_survives_a_dyin
     assert found.runs.calls.count("torch-ddp, 2 ranks of 2 threads, fused") == 1  # it is not tried again
     plan = command._plan(found, {"workload": "text"})
     assert plan.command() == "guozhuang run -np 2 --strategy sharded --threads-per-rank 2 train.py"
-    assert plan.in_the_script == ("a batch of 8 samples on each rank", "an optimizer made with fused=True")
+    assert plan.in_the_script == ("batches of 8 samples (gz.loader's batch_size)", "an optimizer made with fused=True")
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(str(tmp_path / "plan.json")) == plan
 

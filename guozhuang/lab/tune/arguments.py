@@ -10,6 +10,11 @@ from guozhuang.workloads.arguments import add_arguments as add_workload_argument
 #: The knobs, in the order in which they are raced; the first decide most.
 KNOBS = ("ranks", "fused", "strategy", "cap", "groups")
 
+#: The options on which the result depends, by their attributes; those of the workload come beside them.
+OF_THE_RESULT = (
+    "knobs", "strategies", "backend", "ranks", "device", "steps", "warmup_steps", "rounds", "margin", "seed", "timeout"
+)  # fmt: skip
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``guozhuang tune``."""

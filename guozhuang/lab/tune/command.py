@@ -23,6 +23,7 @@ from guozhuang.lab.plan import default_ranks
 from guozhuang.lab.predict.profile import Subject, subject
 from guozhuang.lab.results import RunFailure
 from guozhuang.lab.runs import Runs, ended_by_signals
+from guozhuang.lab.tune.arguments import OF_THE_RESULT
 from guozhuang.lab.tune.knobs import Choices, RunSetting, best_cap, chosen_knobs
 from guozhuang.lab.unfinished import alone_in
 from guozhuang.lab.verdict import short
@@ -30,6 +31,7 @@ from guozhuang.lab.worker import RunSpec
 from guozhuang.launch.options.plan_file import TrainingPlan, read_plan, write_plan
 from guozhuang.records import differences
 from guozhuang.world.devices import backend_of_cpu_ranks, num_cuda
+from guozhuang.world.layout import Layout
 from guozhuang.world.machine import describe, usable_cores
 
 if TYPE_CHECKING:
@@ -79,9 +81,9 @@ def _tuned(namespace: argparse.Namespace, progress: Console, python_path: Sequen
         scratch = Path(until_end.enter_context(tempfile.TemporaryDirectory(prefix="guozhuang-")))
         what = subject(namespace, scratch, progress)
         choices = _choices(namespace, what)
-        tuned_on = {**what.conditions, "samples of a step": str(choices.global_batch), "knobs": ", ".join(knobs)}
-        if namespace.strategies is not None:
-            tuned_on["strategies"] = namespace.strategies
+        given = {name: getattr(namespace, name) for name in OF_THE_RESULT}
+        given |= {"knobs": ",".join(knobs), "ranks": choices.num_ranks}
+        tuned_on = {**what.conditions, **{f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}}
         if out.exists() and (earlier := _earlier(namespace, out, tuned_on, progress)) is not None:
             return earlier
         choices.others("strategy", choices.default(), None)  # finds mistakes in --strategies before any process starts
@@ -260,8 +262,13 @@ class _Tuning:
 
 def _plan(tuning: _Tuning, tuned_on: dict[str, str]) -> TrainingPlan:
     now, choices, machine = tuning.now, tuning.choices, describe()
-    batch = choices.global_batch if now.row.entry.one_process else choices.global_batch // now.num_ranks
-    in_the_script = [f"a batch of {batch} samples on each rank"]
+    # Ranks that hold one copy of the model together take a batch together.
+    copies = now.num_ranks // Layout.parse(now.row.layout, now.row.strategy, now.num_ranks).model_size
+    in_the_script = [f"batches of {choices.global_batch // copies} samples (gz.loader's batch_size)"]
+    if now.row.strategy == "dp":
+        in_the_script.append(f"gz.prepare(..., num_replicas={choices.num_ranks})")
+    if choices.on_cpu and torch.cuda.is_available():
+        in_the_script.append('gz.init(device="cpu")')
     if now.is_fused:
         in_the_script.append("an optimizer made with fused=True")
     step_s = tuning.seconds.get(now.name, math.nan)
@@ -272,6 +279,7 @@ def _plan(tuning: _Tuning, tuned_on: dict[str, str]) -> TrainingPlan:
         num_nodes=1,
         ranks_per_node=now.num_ranks,
         strategy=now.row.strategy,
+        device="cpu" if choices.on_cpu else "cuda",
         layout=now.row.layout,
         schedule=now.row.schedule,
         backend=now.row.backend,

@@ -124,7 +124,13 @@ class Choices:
             exact = [n for n in names if strategies.get(n).exact and strategies.get(n).trains]
             text = ",".join(n for n in exact if num_ranks > 1 or strategies.get(n).one_process)
         found = [replace(each, is_fused=now.is_fused) for each in self._settings(text, num_ranks)]
-        return [each for each in found if (each.row.strategy, each.num_ranks) != (now.row.strategy, now.num_ranks)]
+        return [each for each in found if self._what_runs(each) != self._what_runs(now)]
+
+    def _what_runs(self, setting: RunSetting) -> RunSetting:
+        """Return the setting without the words in which it was asked for, and with the backend that it gets."""
+        row = setting.row
+        backend = None if row.entry.one_process else row.backend or self.backend
+        return replace(setting, row=replace(row, name="", backend=backend))
 
     def _settings(self, text: str, num_ranks: int) -> list[RunSetting]:
         rows = contenders(text, self.asked_backend, 1, self.on_cpu, num_ranks)
