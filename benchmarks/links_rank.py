@@ -172,12 +172,12 @@ def turn(name: str, size: str, plan: Plan, batches: Batches) -> dict[str, Any]:
     losses, step_s = _warm_up(name, contestant, plan, batches)
     num_steps = max(1, min(plan.max_steps, int(plan.turn_s / step_s)))
     num_steps = int(_of_rank_0(-(-num_steps // period) * period))
-    dist.barrier()
+    losses.append(batches.step(contestant, len(losses)))  # the clock begins where a step ends: some leave work to the next
     before, all_before = (_sent_bytes(), _cpu_s(), time.monotonic()), _machine_cpu_s()
     for _ in range(num_steps):
         losses.append(batches.step(contestant, len(losses)))
     after, all_after = (_sent_bytes(), _cpu_s(), time.monotonic()), _machine_cpu_s()
-    begun, ended = _greatest(-before[2]), _greatest(after[2])
+    begun, ended = _greatest(before[2]), _greatest(after[2])
     mean_losses = torch.stack(losses)
     dist.all_reduce(mean_losses)
     per_step = torch.tensor([after[i] - before[i] for i in (0, 1)], dtype=torch.float64) / num_steps
@@ -185,8 +185,8 @@ def turn(name: str, size: str, plan: Plan, batches: Batches) -> dict[str, Any]:
     contestant.module.eval()  # ends what is under way
     return {
         "steps": num_steps,
-        "seconds": ended + begun,
-        "samples_per_s": num_steps * plan.batch * dist.get_world_size() / (ended + begun),
+        "seconds": ended - begun,
+        "samples_per_s": num_steps * plan.batch * dist.get_world_size() / (ended - begun),
         "sent_bytes_per_step": float(per_step[0]) / dist.get_world_size(),
         "cpu_s_per_step": float(per_step[1]) / dist.get_world_size(),
         # Of all ranks and whatever else computed; on a machine that is all theirs little more than that of the ranks.

@@ -98,9 +98,10 @@ def predict(asked: argparse.Namespace) -> None:
         for link in asked.links:
             profile = asked.profiles / f"{model}-{link if link in LOCAL else 'hosts'}.json"
             on = f"here,{link}" if link in LOCAL else f"{max(asked.ranks)}xhere,{link},shared"
+            names = [f"{name}@{link if link in LOCAL else 'gloo'}" for name in asked.strategies]
             command = [
                 sys.executable, "-m", "guozhuang", "predict", "--json", "--on", on, "--profile", str(profile),
-                "--ranks", ",".join(map(str, asked.ranks)), "--strategies", ",".join(asked.strategies),
+                "--ranks", ",".join(map(str, asked.ranks)), "--strategies", ",".join(names),
                 "--threads-per-rank", "1", "--workload", "synthetic", "--model", f"bert-{model}", "--fused",
                 "--batch-size", str(BATCH), "--seq-len", str(TOKENS), "--dropout", "0",
             ]  # fmt: skip
@@ -109,7 +110,7 @@ def predict(asked: argparse.Namespace) -> None:
             if not done.stdout:
                 sys.exit(f"{shlex.join(command)} ended with {done.returncode}")
             for row in json.loads(done.stdout)["rows"]:
-                cell = Cell(link, row["num_ranks"], model, row["name"])
+                cell = Cell(link, row["num_ranks"], model, row["name"].partition("@")[0])
                 if row["prediction"] is None:
                     print(f"{cell.key}: {row['problem']}", file=sys.stderr)
                 else:

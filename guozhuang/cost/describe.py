@@ -71,7 +71,7 @@ def parse_cluster(text: str, here: Cluster | None = None, read: Callable[[str], 
         named = [each for each in words if _word(each)[0] == "between"]
         words = words if named or not more else [more, *words]
     seen: dict[str, str] = {}
-    for word in words:
+    for word in sorted(words, key=lambda each: each.lower() != "shared"):  # what a link carries depends on it
         kind, value = _word(word)
         if kind in seen and kind != "table":
             raise UsageError(explain(f"two words say the same: {seen[kind]!r} and", value=word, fix="leave one out"))
@@ -235,7 +235,7 @@ def _network(value: str, word: str, cluster: Cluster) -> LinkSpeed:
     is_plain = kind == "" and rate_text.lower().split("x")[-1].strip() not in hardware.INFINIBAND
     rate = parse_rate(rate_text, word)
     if is_plain and not rate_text.rstrip("/s").endswith("B"):
-        rate *= hardware.TCP_SHARE
+        rate *= hardware.TCP_SHARE_VIRTUAL if cluster.shares_host else hardware.TCP_SHARE
     latency = TCP_LATENCY_S if is_plain else NETWORK_LATENCY_S
     name = rate_text if is_plain else f"InfiniBand {rate_text}" if kind in ("", "ib") else f"{kind} {rate_text}"
     return LinkSpeed(parse_time(latency_text, word) if slash else latency, rate, name=name)

@@ -92,6 +92,12 @@ class LastGradient:
         for name in [name for name in self._handles if name != self.name]:
             self._handles.pop(name).remove()
 
+    def stop(self) -> None:
+        """Watch nothing any more: no parameter keeps a hook, and no later step restarts the search."""
+        self._parameters = {}
+        while self._handles:
+            self._handles.popitem()[1].remove()
+
     def _search(self) -> None:
         for name, parameter in self._parameters.items():
             if name not in self._handles:

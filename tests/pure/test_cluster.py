@@ -71,7 +71,7 @@ def parsed(text: str) -> Cluster:
         ("4xA100-80,pcie", 1, 4, "A100-80", 31e9, None, None),
         ("4xA100-80,nvlink=4,", 1, 4, "A100-80", 450e9, None, None),
         ("here", 1, 2, None, 14e9, None, None),
-        ("4xhere,100mbit/10ms,shared,ranks=1", 4, 1, None, 14e9, 100e6 / 8 * 0.941, 0.01),
+        ("4xhere,100mbit/10ms,shared,ranks=1", 4, 1, None, 14e9, 100e6 / 8 * 0.998, 0.01),
         ("check.json", 2, 2, None, 14e9, 1e9, 150e-6),
         ("check.json,gloo", 2, 2, None, 3e9, 1e9, 150e-6),
         ("check.json,1gbit/1ms", 2, 2, None, 14e9, 1e9 / 8 * 0.941, 1e-3),

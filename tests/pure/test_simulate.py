@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -282,14 +283,18 @@ def test_a_spread_of_groups_waits_within_them() -> None:
         simulate_spread(Trace(0, 8, (Start(0, "all_reduce", 0, (0, 1, 3)),)), cluster, spread, costs=wire)
 
 
-def test_work_waits_while_a_transfer_takes_all_cores() -> None:
+def test_work_waits_while_transfers_take_all_cores() -> None:
+    """Two transfers want all cores and more: the rate of the work is exactly zero meanwhile, and nothing divides by it."""
     ended: list[str] = []
     active = Active(1.0, ())
-    active.add(ActivePiece(1.0, {(CORES, 0): (2.0, 1.0)}, lambda: ended.append("transfer")))
-    active.add(ActivePiece(0.5, {}, lambda: ended.append("work"), host=0, threads=1.0))
-    passed = 0.0
+    for name in ("first", "second"):
+        active.add(ActivePiece(1.0, {(CORES, 0): (3.0, 1.0)}, functools.partial(ended.append, name)))
+    work = ActivePiece(0.5, {}, lambda: ended.append("work"), host=0, threads=1.0)
+    active.add(work)
+    passed, rates = 0.0, list[float]()
     while active:
         passed += active.pass_time()
+        rates.append(work.rate)
         for do in active.take_ended():
             do()
-    assert ended == ["transfer", "work"] and passed == pytest.approx(2.5)
+    assert rates[0] == 0.0 and ended == ["first", "second", "work"] and passed == pytest.approx(3.0 + 0.5)

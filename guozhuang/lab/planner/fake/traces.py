@@ -78,6 +78,7 @@ def record_trace(spec: RunSpec, make_trainer: Callable[..., Any]) -> None:
         fix = f"record pp={spec.num_ranks}, or a layout without pp"
         raise UsageError(explain(what, value=str(layout), fix=fix))
     trainer = make_trainer(spec, here)
+    trainer.last_gradient.stop()  # its hooks are no part of what a rank does
     if strategy.warmup_steps:  # what is sent then differs from what is sent later, and the batch does not matter
         whole = trainer.batch_size
         trainer.use_batch_size(min(2, whole))
