@@ -129,6 +129,15 @@ def test_batches_are_other_points_of_a_line_and_widen_outside() -> None:
     assert width(outside) > width(inside) > 1
 
 
+@pytest.mark.parametrize(("strategy", "grows"), [("tensor", True), ("sharded", False)])
+def test_activations_grow_with_the_batch_and_gradients_do_not(strategy: str, grows: bool) -> None:
+    everyone = (0, 1, 2, 3)
+    trace = Trace(0, 4, (Start(0, "all_reduce", 20_000_000, everyone, True), Start(1, "barrier", 0, everyone, True)))
+    profile = replace(STEADY, traces={trace_name(strategy, 4, APART.num_nodes, APART.transport.name): (trace,)})
+    small, large = (predict(profile, APART, strategy, 4, batch).step_s for batch in (8, 16))
+    assert large / small == pytest.approx(2 if grows else 1, rel=0.01)
+
+
 def test_ranks_on_one_machine_are_as_crowded_as_was_measured() -> None:
     here = machine_of(STEADY, "shm")
     measured = next(each for each in STEADY.crowding if each.num_ranks == 4)

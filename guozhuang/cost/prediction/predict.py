@@ -15,12 +15,15 @@ from guozhuang.cost.prediction.profile import Profile, scaled, trace_name
 from guozhuang.cost.simulate import WAITING as WAITING
 from guozhuang.cost.simulate import StepTime, simulate
 from guozhuang.cost.spread import Spread, simulate_spread
-from guozhuang.cost.trace import Compute, Event, Start, Trace, Wait
+from guozhuang.cost.trace import RECV, SEND, Compute, Event, Start, Trace, Wait
 from guozhuang.errors import UsageError, explain
 
 #: Strategies whose step is known without a recording: the buckets follow from the gradients.
 BUCKETED = ("ddp", "torch-ddp")
 _FIRST_CAP, _CAP = 1 << 20, 25 << 20
+#: Strategies whose ranks exchange activations: their messages, but for headers of so many bytes, and their blocking calls grow
+#: with the batch.
+_ACTIVATIONS, _HEADER_BYTES = ("pipeline", "tensor", "sequence", "space"), 384
 #: Strategies that need no trace: ranks that do not communicate, and one process with all cores.
 NO_EXCHANGE, ONE_PROCESS = "none", "single"
 #: The part of a step that waits for the slowest rank, whose steps differ by chance.
@@ -199,7 +202,8 @@ def _traces(profile: Profile, cluster: Cluster, strategy: str, batch: int, cap_b
     recorded = profile.traces.get(name)
     if recorded is not None and cap_bytes is None:
         factors = {part: parts[part] / seconds if seconds > 0 else 1.0 for part, seconds in own.items()}
-        return [scaled(trace, factors) for trace in recorded]
+        samples = batch / profile.batch_size if strategy in _ACTIVATIONS else 1.0
+        return [_with_activations(scaled(trace, factors), samples) for trace in recorded]
     if strategy == NO_EXCHANGE or (num_ranks == 1 and strategy in BUCKETED):
         return [Trace(0, num_ranks, tuple(Compute(part, seconds) for part, seconds in parts.items()))]
     if strategy not in BUCKETED:
@@ -208,6 +212,17 @@ def _traces(profile: Profile, cluster: Cluster, strategy: str, batch: int, cap_b
         raise UsageError(explain(what, fix=f"measure a profile with --strategies {strategy} --ranks {num_ranks}"))
     caps = (_FIRST_CAP, _CAP) if cap_bytes is None else (min(_FIRST_CAP, cap_bytes), cap_bytes)
     return [bucketed(profile, num_ranks, batch, caps)]
+
+
+def _with_activations(trace: Trace, samples: float) -> Trace:
+    """Return a trace whose activations have so many times the bytes."""
+    events = tuple(
+        replace(each, num_bytes=round(each.num_bytes * samples))
+        if isinstance(each, Start) and (each.blocking or each.operation in (SEND, RECV)) and each.num_bytes > _HEADER_BYTES
+        else each
+        for each in trace.events
+    )
+    return replace(trace, events=events)
 
 
 def bucketed(profile: Profile, num_ranks: int, batch: int, caps: Sequence[int]) -> Trace:
