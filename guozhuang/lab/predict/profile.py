@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # Seconds of all measuring together, of one run of it, and of what a run takes beside measuring.
 _ALL_S, _MOST_S, _LEAST_S, _OVERHEAD_S = 58.0, 4.0, 0.7, 2.0
+_CROWD_SHARE = 4  # of the step of one process everything else is a part or a multiple, so it gets as much time as four others
 _FEWEST_STEPS, _MOST_STEPS = 3, 50  # of a recording
 _TIMEOUT_S = 180.0
 
@@ -133,15 +134,14 @@ def measure(
     began, own = time.monotonic(), what.workload.batch_size
     size = len(what.workload.train)  # type: ignore[arg-type]
     others = tuple(each for each in (own // 2, own * 2) if 1 <= each <= size)
-    num_left = len(wanted.crowds) + len(wanted.backends) + len(wanted.recordings)
+    shares = [_CROWD_SHARE] * len(wanted.crowds) + [1] * (len(wanted.backends) + len(wanted.recordings))
 
     def begin(text: str) -> float:
         """Say what is measured next, and return the seconds for it."""
-        nonlocal num_left
         _say(console, began, text)
-        seconds = (_ALL_S - (time.monotonic() - began)) / num_left - _OVERHEAD_S
-        num_left -= 1
-        return max(_LEAST_S, min(_MOST_S, seconds))
+        left_s = _ALL_S - (time.monotonic() - began) - _OVERHEAD_S * len(shares)
+        a_share, share = left_s / sum(shares), shares.pop(0)
+        return max(_LEAST_S * share, min(_MOST_S, a_share * share))
 
     crowding, alone = list[Crowding](), None
     for num_ranks, num_threads in wanted.crowds:
