@@ -172,7 +172,8 @@ def turn(name: str, size: str, plan: Plan, batches: Batches) -> dict[str, Any]:
     losses, step_s = _warm_up(name, contestant, plan, batches)
     num_steps = max(1, min(plan.max_steps, int(plan.turn_s / step_s)))
     num_steps = int(_of_rank_0(-(-num_steps // period) * period))
-    losses.append(batches.step(contestant, len(losses)))  # the clock begins where a step ends: some leave work to the next
+    # The clock begins where a step ends, because some strategies leave work to the next step.
+    losses.append(batches.step(contestant, len(losses)))
     before, all_before = (_sent_bytes(), _cpu_s(), time.monotonic()), _machine_cpu_s()
     for _ in range(num_steps):
         losses.append(batches.step(contestant, len(losses)))

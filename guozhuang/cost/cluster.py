@@ -45,6 +45,8 @@ class Transport:
         processor_s_per_message: processor time of a rank for each message, however small.
         reduce_s_per_byte: processor time for each byte that is added to another.
         lanes: how many collectives of one group run at the same time.
+        gather_s: of gathers of so many bytes, the processor time beside the messages: PyTorch makes room for the whole output,
+            which the kernel fills with zeros first, and copies it. ``(bytes, seconds)`` each, in ascending order.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Transport:
     processor_s_per_message: float = 0.0
     reduce_s_per_byte: float = 0.0
     lanes: int = 1
+    gather_s: tuple[tuple[float, float], ...] = ()
 
 
 #: Transports with the coefficients that stand until they are measured. Gloo's are of a rank with one thread over loopback: all

@@ -11,6 +11,12 @@ the link and in the one thread that serves gloo's sockets, which partly alternat
 and for each further pair the longer of w + x and 2x: long messages hide the wake-up behind the other segment, short ones do
 not.
 
+[Note: both directions of a connection]
+Gloo tells a sender over the same connection that the receiver is ready. Where two ranks send each other something, and one has
+come first, the other one's data leave before it says so, and what the first one sends waits until they have arrived. So an
+all-to-all takes n messages' time for its n-1, and a gather among 2 ranks, in two halves, that of three. (Messages of 0.5 and 2
+MiB between 2 ranks over 1 Gbit/s and 100 Mbit/s took once or twice the time of the wire, by chance, when both came together.)
+
 [Note: NCCL's choice]
 The seconds are those of NCCL's tuner (src/graph/tuning.cc; the same numbers stand in torch/_inductor/comm_analysis.py): the
 fastest of tree and ring, each with three protocols. Its bus bandwidth is that of the devices' link; over several nodes that
@@ -55,6 +61,7 @@ class CollectiveCost:
         processor_s: processor time that it takes from the cores of one rank.
         messages: that one rank sends, one after another.
         extrapolated: how far it lies outside of what was measured, as a factor: 1 inside, or without measurements.
+        alternates: how many times the time of its bytes it keeps links busy. See [Note: both directions of a connection].
     """
 
     seconds: float
@@ -63,6 +70,7 @@ class CollectiveCost:
     processor_s: float
     messages: float
     extrapolated: float = 1.0
+    alternates: float = 1.0
 
 
 def collective_cost(operation: str, num_bytes: float, ranks: Sequence[int], cluster: Cluster) -> CollectiveCost:
@@ -101,9 +109,9 @@ def placed_cost(
         if cluster.transport.name != "shm"
         else plain.processor_s * factor
     )
-    return CollectiveCost(
-        plain.seconds * factor, plain.wire_bytes, plain.nic_bytes, processor_s, plain.messages, extrapolated
-    )  # fmt: skip
+    return dataclasses.replace(
+        plain, seconds=plain.seconds * factor, processor_s=processor_s, extrapolated=extrapolated
+    )
 
 
 def server_cost(
@@ -166,6 +174,18 @@ def interpolated(points: Sequence[tuple[float, float]], num_bytes: float) -> flo
         return short * float((long / short) ** (math.log(num_bytes / small) / math.log(large / small)))
     latency, per_byte = affine(((small, short), (large, long)))
     return latency + per_byte * num_bytes
+
+
+def _between(points: Sequence[tuple[float, float]], num_bytes: float) -> float:
+    """Return the seconds on the lines between points, and in proportion to the bytes outside of them; 0 without points."""
+    if not points:
+        return 0.0
+    at = bisect.bisect_left([size for size, _ in points], num_bytes)
+    if at in (0, len(points)):
+        size, seconds = points[min(at, len(points) - 1)]
+        return seconds * num_bytes / size
+    (small, short), (large, long) = points[at - 1 : at + 1]
+    return short + (long - short) * (num_bytes - small) / (large - small)
 
 
 def gloo_segments(num_bytes: float, n: int) -> int:
@@ -242,27 +262,30 @@ def _gloo(
     both = rings / _rate(link), processor_a_byte
     per_byte = max(both) if nodes == 1 or rings > 1 else partly_hidden(*both)
     wake_s = 2 * link.latency_s + 2 * transport.processor_s_per_message
-    rounds = math.ceil(math.log2(n))
+    rounds, beside_s, alternates = math.ceil(math.log2(n)), 0.0, 1.0
     if operation in ("all_reduce", "reduce"):
         segments = gloo_segments(size, n)
         messages = 2.0 * (segments - segments / n)
         seconds = 2 * ring_phase(n, segments, wake_s, size / segments * per_byte)
     elif operation == "all_gather":
         messages = 2.0 * (n - 1)
-        seconds = ring_phase(n, 2 * n, wake_s, size / (2 * n) * per_byte)
+        beside_s = _between(transport.gather_s, size)
+        alternates = 1.5 if n == 2 else 1.0
+        seconds = ring_phase(n, 2 * n, wake_s, alternates * size / (2 * n) * per_byte) + beside_s
     elif operation == "broadcast":
         messages, seconds = float(rounds), rounds * (wake_s + size * per_byte)
     elif operation in ("all_to_all", "gather", "scatter"):
-        messages, seconds = (
-            n - 1.0,
-            wake_s + max(shape.wire * per_byte, shape.nic * rings / _rate(link) if shape.nic else 0.0),
-        )
+        alternates = n / (n - 1) if operation == "all_to_all" else 1.0
+        nic_s = shape.nic * rings / _rate(link) if shape.nic else 0.0
+        messages, seconds = n - 1.0, wake_s + alternates * max(shape.wire * per_byte, nic_s)
     elif operation in ("barrier", "meeting"):
         messages, seconds = float(rounds), rounds * wake_s
     else:
-        messages, seconds = 1.0, link.latency_s + size * per_byte
-    processor_s = shape.wire * processor_a_byte + messages * transport.processor_s_per_message
-    return CollectiveCost(seconds, shape.wire, shape.nic, min(processor_s, seconds), messages)
+        # Sent once the receiver has said that it is ready, which it mostly is.
+        messages, seconds = 1.0, link.latency_s + transport.processor_s_per_message + size * per_byte
+    processor_s = shape.wire * processor_a_byte + messages * transport.processor_s_per_message + beside_s
+    busy_s = min(processor_s, seconds)
+    return CollectiveCost(seconds, shape.wire, shape.nic, busy_s, messages, alternates=alternates)
 
 
 def _shared(operation: str, size: float, n: int, link: LinkSpeed) -> CollectiveCost:

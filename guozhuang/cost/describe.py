@@ -215,8 +215,10 @@ def _changed(cluster: Cluster, kind: str, value: str, word: str, read: Callable[
         if (value == "nccl") != (cluster.device is not None):
             fix = "say gloo or shm" if cluster.device is None else "leave it out: devices use nccl"
             raise UsageError(explain("this transport does not fit these machines", value=word, fix=fix))
+        if value == cluster.transport.name:  # perhaps as measured here
+            return cluster
         inside = {"gloo": LOOPBACK, "shm": SHARED_MEMORY_LINK}.get(value, cluster.inside)
-        is_kept = value == cluster.transport.name or cluster.inside not in (LOOPBACK, SHARED_MEMORY_LINK)
+        is_kept = cluster.inside not in (LOOPBACK, SHARED_MEMORY_LINK)
         return change(cluster, transport=_TRANSPORTS[value], inside=cluster.inside if is_kept else inside)
     if kind == "shared":
         if cluster.device is not None:

@@ -136,8 +136,8 @@ NVLINK = {1: 80e9, 2: 150e9, 3: 300e9, 4: 450e9, 5: 900e9}
 PCIE = {3: 15.8e9, 4: 31e9, 5: 63e9}
 #: Bit/s of four lanes of InfiniBand.
 INFINIBAND = {"edr": 100e9, "hdr": 200e9, "ndr": 400e9, "xdr": 800e9}
-#: What TCP carries of the rate of an Ethernet: the rest is frames' headers, at an MTU of 1,500 and of 9,000 bytes. Virtual links
-#: between namespaces of one machine carry segments of up to 64 KiB, each with one header.
+#: What TCP carries of the rate of an Ethernet, beside the headers of frames: at an MTU of 1,500 and of 9,000 bytes, and on
+#: virtual links between namespaces of one machine, which carry segments of up to 64 KiB with one header each.
 TCP_SHARE, TCP_SHARE_JUMBO, TCP_SHARE_VIRTUAL = 0.941, 0.990, 0.998
 
 #: Calculon's working efficiencies: so many FLOP of a matrix product (bytes of a memory operation) or more reach this share of

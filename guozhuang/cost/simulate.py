@@ -2,7 +2,8 @@
 
 [Note: order of collectives] The collectives of a group start in the order in which they were begun. Each takes one of the lanes
 of its group on every rank, so bucket i waits until bucket i-1 has started; it moves bytes once all its ranks have come, and
-gives the lanes back at its end. Messages between two ranks take no lane: the receiver has one as soon as it has arrived.
+gives the lanes back at its end. Messages between two ranks take no lane: the receiver has one as soon as it has arrived. Those
+of one sender to one receiver in one group share a connection, which carries them one after another.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ class _Replay:
         self.groups: dict[tuple[int, int], _Group] = {}
         self.calls: dict[object, deque[_Meeting]] = {}  # those that some ranks have begun, and others not
         self.joined: dict[object, int] = {}
+        self.connections: dict[object, deque[Callable[[], None]]] = {}  # messages of each that have not arrived
         self.known: dict[object, CollectiveCost] = {}
         self.ended: set[tuple[int, int, int]] = set()  # (rank, repetition, call)
         self.waiting: dict[tuple[int, int, int], list[_Thread]] = {}
@@ -277,7 +279,7 @@ class _Replay:
         """Begin one half of a message. The sender's half moves the bytes; the receiver's ends once they are there."""
         sends = start.operation == SEND
         pair: object = "folded" if self.folded else start.ranks
-        name = pair, start.group
+        name = "messages", pair, start.group  # collectives of the same two ranks are counted apart
         number = self.joined[name, sends] = self.joined.get((name, sends), 0) + 1
         calls = self.calls.setdefault((name, number), deque())
         if not calls:
@@ -292,7 +294,17 @@ class _Replay:
         call.at_end.append(lambda: self._end(key))
         if sends:
             self._count(key, call.cost)
-            self._transfer(call, start.ranks[:1], start.ranks[1:])
+            waiting = self.connections.setdefault(name, deque())
+
+            def left() -> None:
+                waiting.popleft()
+                if waiting:
+                    waiting[0]()
+
+            call.at_end.append(left)
+            waiting.append(lambda: self._transfer(call, start.ranks[:1], start.ranks[1:]))
+            if len(waiting) == 1:
+                waiting[0]()
 
     def _transfer(self, call: _Meeting, senders: Sequence[int], receivers: Sequence[int]) -> None:
         """Move the bytes of a call: processor time on its ranks, and the links of their nodes."""
@@ -328,7 +340,7 @@ class _Replay:
             for host in placed:
                 use(CORES, host, cost.processor_s / cost.seconds)
         if cost.nic_bytes and cluster.between.bytes_per_s:
-            share = min(1.0, cost.nic_bytes / cost.seconds / cluster.between.bytes_per_s)
+            share = min(1.0, cost.alternates * cost.nic_bytes / cost.seconds / cluster.between.bytes_per_s)
             for node in out:
                 use("out", node, share * alike)
             for node in into:

@@ -70,7 +70,17 @@ def test_seconds_of_the_algorithms() -> None:
     assert cost("broadcast", size, cluster).seconds == pytest.approx(2 * (2 * alpha + size / rate))
     assert cost("barrier", 0, cluster).seconds == pytest.approx(2 * 2 * alpha)
     assert cost("pair", size, cluster).seconds == pytest.approx(alpha + size / rate)
-    assert cost("all_to_all", size, cluster).seconds == pytest.approx(2 * alpha + 3 / 4 * size / rate)
+    # Of two ranks that send each other something, one begins when the other one's data have come.
+    assert cost("all_to_all", size, cluster).seconds == pytest.approx(2 * alpha + size / rate)
+    pair = on_gloo(2, 1, rate, alpha)
+    assert cost("all_to_all", size, pair).seconds == pytest.approx(2 * alpha + size / rate)
+    assert cost("all_gather", size, pair).seconds == pytest.approx(2 * alpha + 3 / 4 * size / rate)
+    beside = dataclasses.replace(cluster.transport, gather_s=((100e6, 0.1), (300e6, 0.2)))
+    slower = [
+        cost("all_gather", size, dataclasses.replace(cluster, transport=beside)).seconds for size in (5e7, 2e8, 6e8)
+    ]
+    plain = [cost("all_gather", size, cluster).seconds for size in (5e7, 2e8, 6e8)]
+    assert [a - b for a, b in zip(slower, plain, strict=True)] == pytest.approx([0.05, 0.15, 0.4])
     assert cost("hand_over", 0, cluster).seconds == cost("all_reduce", size, on_gloo(1, 1)).seconds == 0
     crowded = dataclasses.replace(cluster, ranks_per_node=4, transport=dataclasses.replace(GLOO, name="shm"))
     slower = dataclasses.replace(crowded, inside=LinkSpeed(1e-5, 1e8))

@@ -187,6 +187,16 @@ def test_a_pipeline_takes_the_textbooks_time(num_stages: int, num_microbatches: 
     assert found.step_s == pytest.approx((num_microbatches + num_stages - 1) * (forward + backward) + hops)
 
 
+def test_messages_of_a_connection_arrive_one_after_another() -> None:
+    """The second rank works for 1 s on the first of two messages while the second one is on its way."""
+    sender = Trace(0, 2, tuple(Start(call, "send", 100, (0, 1)) for call in range(2)))
+    events = [(Start(call, "recv", 100, (0, 1), blocking=True), Compute("forward", 1.0)) for call in range(2)]
+    receiver = Trace(1, 2, tuple(itertools.chain.from_iterable(events)))
+    barrier = Start(9, "barrier", 0, (0, 1), blocking=True)
+    both = [dataclasses.replace(each, events=(*each.events, barrier)) for each in (sender, receiver)]
+    assert simulate(both, machine(2), costs=wire).step_s == pytest.approx(3.0)
+
+
 def test_work_and_communication_of_other_threads_and_of_the_next_step() -> None:
     """A background thread encodes, exchanges and decodes; the next step waits for it."""
     both = (0, 1)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 # Seconds of all measuring together, of one run of it, and of what a run takes beside measuring.
 _ALL_S, _MOST_S, _LEAST_S, _OVERHEAD_S = 58.0, 4.0, 0.7, 2.0
-_CROWD_SHARE = 4  # of the step of one process everything else is a part or a multiple, so it gets as much time as four others
+# Of the step of one process everything else is a part or a multiple, so it gets as much time as four others.
+_CROWD_SHARE = 4
 _FEWEST_STEPS, _MOST_STEPS = 3, 50  # of a recording
 _TIMEOUT_S = 180.0
 
