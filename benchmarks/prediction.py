@@ -183,6 +183,8 @@ def judge(asked: argparse.Namespace) -> None:
             cell = Cell(link, int(ranks), model, name)
             numbers = one["step_s"], tuple(one["interval_s"]), one["perfect_s"], one["bounds"][1], measured_s
             judged.append(Judged(cell, *numbers))
+    if not judged:
+        sys.exit("no cell was both predicted and measured while nothing else computed on the machine")
     print(f"{len(judged)} cells; predictions of {predicted['created']}, SHA-256 {told}\n")
     print("| | cells | mean error % | median | p95 | worst | bias |\n|---|---|---|---|---|---|---|")
     print(line("**all**", judged, lambda one: one.predicted_s))
