@@ -136,32 +136,11 @@ NVLINK = {1: 80e9, 2: 150e9, 3: 300e9, 4: 450e9, 5: 900e9}
 PCIE = {3: 15.8e9, 4: 31e9, 5: 63e9}
 #: Bit/s of four lanes of InfiniBand.
 INFINIBAND = {"edr": 100e9, "hdr": 200e9, "ndr": 400e9, "xdr": 800e9}
-#: What TCP carries of the rate of an Ethernet, beside the headers of frames: at an MTU of 1,500 and of 9,000 bytes, and on
-#: virtual links between namespaces of one machine, which carry segments of up to 64 KiB with one header each.
-TCP_SHARE, TCP_SHARE_JUMBO, TCP_SHARE_VIRTUAL = 0.941, 0.990, 0.998
-
-#: Calculon's working efficiencies: so many FLOP of a matrix product (bytes of a memory operation) or more reach this share of
-#: the peak.
-MATMUL_SHARE = ((128e9, 0.95), (16e9, 0.9), (1e9, 0.6), (0.0, 0.1))
-MEMORY_SHARE = ((100e6, 0.9), (10e6, 0.75), (1e6, 0.6), (0.0, 0.3))
-#: Calculon's, of a link: the share of its rate that is reached, its latency in seconds, the share of the device that a running
-#: collective takes.
-NVLINK_WORKING, INFINIBAND_WORKING = (0.65, 10e-6, 0.15), (0.9, 20e-6, 0.02)
-
-#: A sample for the user's own file of prices: rental on demand in US dollars for a device and hour, RunPod's list of that day.
-#: Prices change within months, and by 2.5 to 3.8 times between sellers.
-SAMPLE_PRICES_DATE = "2026-03-10"
-SAMPLE_PRICES: Mapping[str, float] = {
-    "RTX-3090": 0.39, "RTX-4090": 0.60, "L4": 0.78, "L40S": 1.40, "A100-PCIe-80": 2.10, "A100-80": 2.45, "H100-PCIe": 3.51,
-    "H100": 4.76, "H200": 6.35, "B200": 10.57,
-}  # fmt: skip
+#: What TCP carries of the rate of an Ethernet, beside the headers of frames: at an MTU of 1,500 bytes, and on virtual links
+#: between namespaces of one machine, which carry segments of up to 64 KiB with one header each.
+TCP_SHARE, TCP_SHARE_VIRTUAL = 0.941, 0.998
 
 _NOISE = re.compile(r"^(nvidia|amd|tesla|geforce|instinct|gpus?|rtx|nvl|hbm\w*|oam|tensor|core|gi?b?)$")
-
-
-def working_share(steps: Iterable[tuple[float, float]], amount: float) -> float:
-    """Return the share of the peak at that amount, from ``MATMUL_SHARE`` or ``MEMORY_SHARE``."""
-    return next(share for start, share in steps if amount >= start)
 
 
 def named(name: str) -> list[Device]:

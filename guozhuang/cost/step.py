@@ -7,6 +7,12 @@ activations in its memory; the all-reduces of tensor ways, which nothing hides. 
 stage (the last, which has the logits) works on every micro-batch, and the others add the time of one. After the last
 micro-batch gradients are averaged over the data ways, within nodes and between them, where the groups of a node share its
 network cards; then the optimizer passes over its states. All coefficients are fitted together to measured steps.
+
+[Note: what data ways send]
+Of S bytes of weights or gradients a gather or a scatter sends S·(n-1)/n, an all-reduce twice that. Stages 0 and 1 of sharding
+send 2S a step: an all-reduce beside backward, or gradients scattered beside it and weights gathered after the optimizer. Under
+stages 2 and 3 gradients have no room to wait whole: they are scattered after each of m micro-batches. Stage 2 gathers weights
+as often, m·2S in all; stage 3 twice as often, for forward and backward, m·3S; the layers' work goes on beside both.
 """
 
 from __future__ import annotations
@@ -18,6 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from guozhuang.cost.cluster import Cluster
+from guozhuang.cost.collectives import MOST_EXTRAPOLATED, placed_cost
+from guozhuang.cost.memory import BUCKET_BYTES, precision_of
 from guozhuang.cost.transformer import RECOMPUTE, Transformer
 from guozhuang.errors import UsageError, explain
 
@@ -26,6 +34,7 @@ _OPTIMIZER_BYTES = {
     2: 40,
     4: 28,
 }  # of a parameter that Adam reads and writes, by the width of weights; with 32-bit masters
+_CAST_BYTES = 6  # of a parameter that autocast reads and writes in each forward
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Coefficients:
         scores: bytes moved for each score of attention, forward.
         inside: share of the link of a node that all-reduces reach.
         between: share of the network that all-reduces of tensor ways over several nodes reach.
-        between_s: seconds that such an all-reduce takes at least.
+        latencies: of the network, that such an all-reduce takes at least.
         host_s: host time of a layer's forward; a backward is two, as on the device.
         host_tensor: share that is added to it by tensor ways.
         micro_batch_s: host time of a micro-batch besides its layers.
@@ -48,7 +57,7 @@ class Coefficients:
         logits: time of the logits and the loss, as a multiple of their products at the peak and 30 bytes a logit.
         stages: share of the time of sends between stages that is not hidden.
         data: share of links and network that the averaging of gradients reaches.
-        gathers: share of the network that the gathering of divided weights reaches.
+        gathers: share of links and network that gathers and scatters reach under stages 2 and 3 of sharding.
         sharded: share by which layers are slower whose weights are gathered. This one and the last are by published rates of
             ZeRO-3 and FSDP.
         optimizer: passes of the optimizer over its states, as a multiple of 40 bytes a parameter at the memory's rate.
@@ -64,7 +73,7 @@ class Coefficients:
     scores: float = 10.0
     inside: float = 0.67
     between: float = 0.8
-    between_s: float = 300e-6
+    latencies: float = 15.0
     host_s: float = 1.1e-3
     host_tensor: float = 0.1
     micro_batch_s: float = 3e-3
@@ -127,14 +136,38 @@ def _larger(one: float, other: float) -> float:
     return high * (1 + (low / high) ** _SHARPNESS) ** (1 / _SHARPNESS) if high else 0.0
 
 
-def _all_reduce(num_bytes: float, ranks: int, per_node: int, cluster: Cluster, inside: float, between: float) -> float:
-    """Seconds of the bytes of an all-reduce; ``per_node`` of its ranks share a node, whose other ranks do the same at once."""
-    link, nodes = cluster.inside.bytes_per_s * inside, ranks // per_node
-    seconds = 2 * (per_node - 1) / per_node * num_bytes / link
-    if nodes > 1:
-        groups = cluster.ranks_per_node // per_node
-        seconds += 2 * (nodes - 1) / nodes * num_bytes * groups / (cluster.between.bytes_per_s * between)
-    return seconds
+class _Links:
+    """The links of a cluster, as collectives of a step use them; remembers how far outside of measured ones these were."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.extrapolated = cluster, 1.0
+
+    def all_reduce(
+        self,
+        num_bytes: float,
+        ranks: int,
+        near: int,
+        inside: float,
+        between: float,
+        times: int = 1,
+        latency_s: float = -1.0,
+    ) -> float:
+        """Seconds of so many all-reduces of so many bytes together; where they were measured, those.
+
+        ``near`` of the ranks share a node, whose other ranks do the same at once. ``latency_s`` is of one; else a tree's.
+        """
+        cluster, nodes = self.cluster, ranks // near
+        groups = cluster.ranks_per_node // near if nodes > 1 else 1
+        if (cluster.between if nodes > 1 else cluster.inside).table:
+            cost = placed_cost("all_reduce", num_bytes * groups / times, ranks, nodes, near, cluster)
+            self.extrapolated = max(self.extrapolated, cost.extrapolated)
+            return times * cost.seconds
+        if latency_s < 0:
+            latency_s = 2 * (math.log2(near) * cluster.inside.latency_s + math.log2(nodes) * cluster.between.latency_s)
+        seconds = 2 * (near - 1) / near * num_bytes / (cluster.inside.bytes_per_s * inside) + times * latency_s
+        if nodes > 1:
+            seconds += 2 * (nodes - 1) / nodes * num_bytes * groups / (cluster.between.bytes_per_s * between)
+        return seconds
 
 
 def check_layout(
@@ -192,6 +225,9 @@ def step(
     flash: bool = False,
     overlap: bool = False,
     precision: str = "bf16",
+    kept: str = "",
+    bucket_bytes: float = BUCKET_BYTES,
+    wire_bytes: float | None = None,
     coefficients: Coefficients | None = None,
 ) -> StepCost:
     """Return the predicted time of a training step; [Note: the model of a step] says how.
@@ -211,8 +247,13 @@ def step(
         sharding: 0 to 3: nothing, optimizer states, also gradients, also weights are divided over the data ways.
         sequence_parallel: what tensor ways leave whole is divided among them by tokens.
         flash: attention keeps its scores out of memory.
-        overlap: the averaging of gradients goes on beside the work on one micro-batch, as far as that lasts.
+        overlap: gradients are averaged in buckets beside the last micro-batch's backward, as far as that lasts; nothing hides
+            the last bucket.
         precision: the type of products; ``device.flops`` names those that a device has.
+        kept: in how many bytes numbers are kept, a name of ``memory.PRECISIONS``; by default "fp32" for products of "fp32" and
+            "tf32", else "mixed".
+        bucket_bytes: the cap of a bucket, where there is overlap.
+        wire_bytes: of a gradient on the wire, where it is compressed; by default those of ``kept``.
         coefficients: those of :func:`fit`; by default those of A100.
 
     Raises:
@@ -240,7 +281,8 @@ def step(
     if precision not in device.flops:
         raise _refuse(f"{device.name} has no peak for this precision", precision, f"use one of {sorted(device.flops)}")
     peak, rate = device.flops[precision], device.bytes_per_s * c.memory
-    width = 4 if precision in ("fp32", "tf32") else 2
+    bytes_of = precision_of(kept or ("fp32" if precision in ("fp32", "tf32") else "mixed"))
+    width, links = bytes_of.operand, _Links(cluster)
     per_node = min(cluster.ranks_per_node, cluster.num_ranks)
     tokens = micro_batch * model.sequence
 
@@ -248,20 +290,24 @@ def step(
     passes = 4.0 if recompute == "full" else 3.0
     products = model.layer_flops(micro_batch) / tensor / (peak * c.matmul)
     products *= 1 + c.narrow * tensor / model.hidden + c.short / tokens
-    activations = tokens * model.hidden * width * ((9 / tensor if sequence_parallel else 9) + 5 / tensor) / rate
+    outside = (9 / tensor if sequence_parallel else 9) * bytes_of.residual
+    activations = tokens * model.hidden * (outside + 5 / tensor * width) / rate
     scores = 0.0
     if not flash:
-        scores = micro_batch * model.heads * model.sequence**2 / tensor * c.scores * width / 2 / rate
+        scores = micro_batch * model.heads * model.sequence**2 / tensor * c.scores * (bytes_of.score - 1) / 4 / rate
     device_s = passes * (products + activations + scores) + (scores if recompute == "selective" else 0.0)
+    if bytes_of.casts:
+        device_s += (2 if recompute == "full" else 1) * _CAST_BYTES * model.layer_parameters / tensor / rate
     message = tokens * model.hidden * width
     tensor_s = 0.0
     if tensor > 1:
         near = min(tensor, per_node)
         if tensor % near:
             raise _refuse("Tensor ways over several nodes fill each of them", {"tensor": tensor, "per node": per_node})
-        crossing = tensor > per_node
-        tensor_s = _all_reduce(message, tensor, near, cluster, c.inside, c.between)
-        tensor_s = (6 if recompute == "full" else 4) * (tensor_s + (c.between_s if crossing else 40e-6))
+        # Inside a node, four of its latencies.
+        latency_s = c.latencies * cluster.between.latency_s if tensor > per_node else 4 * cluster.inside.latency_s
+        tensor_s = links.all_reduce(message, tensor, near, c.inside, c.between, latency_s=latency_s)
+        tensor_s *= 6 if recompute == "full" else 4
     host_s = c.host_s * passes * (1 + c.host_tensor if tensor > 1 else 1)
     layer = _larger(host_s, device_s + tensor_s)
 
@@ -273,27 +319,39 @@ def step(
     busiest = most if most * layer > last * layer + head else last
     head_there = head if busiest == last else 0.0
     others = model.layers * layer + head - busiest * layer - head_there
-    crossing = tensor * data >= per_node and cluster.num_nodes > 1
-    hop = cluster.between.bytes_per_s / per_node if crossing else cluster.inside.bytes_per_s
-    sends = micro_batches * interleave + pipeline - 1
-    stages = 2 * c.stages * sends * message / tensor / hop if pipeline > 1 else 0.0
+    is_far = tensor * data >= per_node and cluster.num_nodes > 1
+    hop = cluster.between if is_far else cluster.inside
+    hop_s = message / tensor / (hop.bytes_per_s / (per_node if is_far else 1)) + hop.latency_s
+    stages = 2 * c.stages * (micro_batches * interleave + pipeline - 1) * hop_s if pipeline > 1 else 0.0
 
-    # Gradients, weights, optimizer: of the stage with most parameters.
-    parameters = (most * model.layer_parameters + model.vocabulary * model.hidden) / tensor
+    # Gradients, weights, optimizer: of the stage with most parameters. [Note: what data ways send]
+    parameters = max(model.stage_parameters(pipeline)) + (most - model.layers / pipeline) * model.layer_parameters
+    parameters /= tensor
     near = math.gcd(data, max(1, per_node // tensor))
-    exchange = _all_reduce(width * parameters, data, near, cluster, c.data, c.data)
-    gathers = 0.0
-    if sharding == 3:
-        # Weights are gathered for forward and for backward of every micro-batch, and gradients scattered once, beside the
-        # layers' work.
-        moved = (micro_batches + 0.5) * _all_reduce(width * parameters, data, near, cluster, c.data, c.gathers)
-        work = micro_batches * most * layer
-        gathers = max(moved - work, c.sharded * work)
-    if overlap:
-        exchange = max(0.0, exchange - (busiest * layer + head_there))
-    exchange += gathers
+    work = busiest * layer + head_there
+    sent = parameters * (bytes_of.gradients if wire_bytes is None else wire_bytes)
+    words = (
+        model.vocabulary * model.hidden / tensor / parameters if pipeline == 1 else 0.0
+    )  # the last gradient, in one piece
+    if data == 1:
+        exchange = 0.0
+    elif sharding >= 2:  # in one of each layer and for the rest; an all-reduce sends what a gather and a scatter do
+        turns = micro_batches * (1.0 if sharding == 2 else 1.5)
+        moved = links.all_reduce(parameters * bytes_of.weights, data, near, c.data, c.gathers, most + 1)
+        beside = micro_batches * most * layer
+        exchange = max(turns * moved - beside, turns * moved * words, c.sharded * beside)
+    else:
+        times = math.ceil(sent / bucket_bytes) if overlap else 1
+        exchange = links.all_reduce(sent, data, near, c.data, c.data, times)
+        if overlap:
+            # Stages of a pipeline idle about as long as a forward takes.
+            hidden = work * ((passes - 1) / passes if pipeline == 1 else 1.0)
+            moved = exchange / 2 if sharding else exchange
+            exchange += max(moved * max(1 / times, words), moved - hidden) - moved
+        if wire_bytes is not None:  # two passes there and back
+            exchange += 2 * parameters * (bytes_of.gradients + wire_bytes) / rate
     stepped = parameters / (data if sharding else 1)
-    optimizer = c.fixed_s + c.optimizer * stepped * _OPTIMIZER_BYTES[width] / device.bytes_per_s
+    optimizer = c.fixed_s + c.optimizer * stepped * _OPTIMIZER_BYTES[int(bytes_of.weights)] / device.bytes_per_s
 
     busy, hidden_host = micro_batches * busiest, layer - device_s - tensor_s
     parts = {
@@ -321,6 +379,12 @@ def step(
     ]
     if c.device and device.name.split("-")[0] != c.device.split("-")[0]:
         widened.append(f"measured on {c.device}, carried over to {device.name} by data sheets")
+    if sharding >= 2 and data > 1:
+        widened.append("sharded gradients and weights: two coefficients are set by hand between published rates")
+    if links.extrapolated > MOST_EXTRAPOLATED:
+        widened.append(
+            f"all-reduces are {links.extrapolated:.1f} times outside of the sizes and ranks that were measured"
+        )
     return StepCost(sum(parts.values()), parts, tuple(widened))
 
 
@@ -379,7 +443,7 @@ A100 = Coefficients(
     scores=14.6,
     inside=0.953,
     between=0.862,
-    between_s=268e-6,
+    latencies=13.4,
     host_s=0.982e-3,
     host_tensor=0.0902,
     micro_batch_s=2.66e-3,

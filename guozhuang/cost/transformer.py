@@ -81,6 +81,19 @@ class Transformer:
         words = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return words if self.gated else words + self.sequence * self.hidden
 
+    def stage_parameters(self, pipeline: int) -> list[float]:
+        """Return the parameters of each of so many equal stages: the first has the tables, the last the weights of the logits.
+
+        Where these are tied to the words, the last one has a copy of them.
+        """
+        found = [self.layers / pipeline * self.layer_parameters] * pipeline
+        if pipeline == 1:
+            return [found[0] + self.embedding_parameters]
+        words = self.vocabulary * self.hidden
+        found[0] += self.embedding_parameters - (0 if self.tied else words)
+        found[-1] += words
+        return found
+
     @property
     def parameters(self) -> int:
         """All parameters. For GPT's shape 12·L·h²·(1 + 13/12h + (V + s)/12Lh), without the last norm, as is usual."""

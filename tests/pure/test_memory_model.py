@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from guozhuang.cost.memory import GIB, STATES, activations, fit, peak, states
+from guozhuang.cost.memory import GIB, PRECISIONS, activations, corrected, fit, peak, states
 from guozhuang.cost.prediction.profile import BatchTime, Crowding, GradientTime, Profile
 from guozhuang.cost.trace import Start, Trace
 from guozhuang.cost.transformer import Transformer
@@ -67,7 +67,62 @@ def test_what_there_is_not_is_refused() -> None:
         states(1.0, optimizer="lion")
     with pytest.raises(UsageError, match="GPipe"):
         activations(Transformer.parse("bert-large"), 1, pipeline=4, schedule="gpipe")
-    assert set(STATES) == {"mixed", "mixed-fp32", "fp32"}
+    with pytest.raises(UsageError, match="no such precision"):
+        peak(Transformer.parse("bert-large"), micro_batch=1, precision="bf16")
+
+
+# Bytes that one layer keeps under each precision, by sbh and by a pair of tokens and head: counted by saved_tensors_hooks on
+# a layer of torch (norms and softmax in 32 bits under CUDA's autocast; masks of 1 byte).
+@pytest.mark.parametrize(
+    ("precision", "of_tokens", "of_scores", "again"),
+    [("mixed", 34, 5, 2), ("autocast", 38, 7, 4), ("fp32", 66, 9, 4)],
+)
+def test_a_layer_keeps_what_torch_saves(precision: str, of_tokens: int, of_scores: int, again: int) -> None:
+    model = Transformer(1, 1024, 16, 512, 30522)
+    tokens = 4 * 512 * 1024
+    how = {"precision": precision}
+    assert activations(model, 4, flash=True, **how) == of_tokens * tokens  # type: ignore[arg-type]
+    assert activations(model, 4, **how) == (of_tokens + of_scores * 16 * 512 / 1024) * tokens  # type: ignore[arg-type]
+    assert activations(model, 4, recompute="full", **how) == again * tokens  # type: ignore[arg-type]
+
+
+def test_autocast_keeps_weights_in_32_bits_and_copies_in_16() -> None:
+    model = Transformer.parse("gpt3-175b")
+    one, fp32 = (peak(model, micro_batch=1, precision=each) for each in ("autocast", "fp32"))
+    assert (one.weights, one.gradients, one.optimizer) == tuple(each * model.parameters for each in (6, 4, 8))
+    assert one.weights - fp32.weights == 2 * model.parameters and one.optimizer == fp32.optimizer
+    divided = peak(model, micro_batch=1, precision="autocast", data=64, sharding=3)
+    assert divided.weights > 2 * model.parameters, "copies are whole until their backward"
+    again = peak(model, micro_batch=1, precision="autocast", data=64, sharding=3, recompute="full")
+    assert again.weights < 0.2 * divided.weights, "no cache: those of one layer"
+    assert PRECISIONS["autocast"].logit == 14
+
+
+def test_words_that_are_not_tied_are_counted_where_they_are() -> None:
+    for name in ("bert-large", "llama2-7b"):
+        model = Transformer.parse(name)
+        words = model.vocabulary * model.hidden
+        assert model.stage_parameters(1) == [model.parameters]
+        first, *middle, last = model.stage_parameters(4)
+        assert set(middle) == {model.layers / 4 * model.layer_parameters}
+        assert last - middle[0] == words
+        assert first - middle[0] == model.embedding_parameters - (0 if model.tied else words)
+        assert sum(model.stage_parameters(4)) == model.parameters + (words if model.tied else 0)
+        one = peak(model, micro_batch=1, pipeline=4, num_micro_batches=1, precision="fp32")
+        assert one.gradients == 4 * last, "the last stage has the logits"
+
+
+def test_a_measured_peak_corrects_the_formula() -> None:
+    model = Transformer.parse("bert-large")
+    alone, other = peak(model, micro_batch=8), peak(model, micro_batch=2, data=8, sharding=1)
+    assert corrected(other, alone, alone.total).total == pytest.approx(other.total)
+    varies = alone.activations + alone.logits
+    more = corrected(other, alone, alone.total + varies / 2)
+    assert more.activations == pytest.approx(1.5 * other.activations) and more.optimizer == other.optimizer
+    assert more.logits == pytest.approx(1.5 * other.logits)
+    for wrong in (alone.total - varies, 20 * alone.total):
+        with pytest.raises(UsageError, match="not one of this training"):
+            corrected(other, alone, wrong)
 
 
 def test_other_optimizers_and_gradients_in_32_bits() -> None:

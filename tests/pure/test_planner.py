@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,26 @@ import pytest
 
 from guozhuang import cli
 from guozhuang.cost.describe import parse_cluster
+from guozhuang.cost.memory import ERROR, USABLE
 from guozhuang.cost.prediction import Prediction
 from guozhuang.cost.transformer import Transformer
 from guozhuang.errors import UsageError
 from guozhuang.lab.planner import arguments, command, workload
-from guozhuang.lab.planner.prices import amount, limits_of, listed_machine, purchases, read_prices
-from guozhuang.lab.planner.running import obstacle, training_plan
-from guozhuang.lab.planner.search import ALIKE, FAMILIES, USABLE, Arrangement, Candidate, arrangements, pareto, search
+from guozhuang.lab.planner.prices import MOST_NODES, amount, limits_of, listed_machine, purchases, read_prices
+from guozhuang.lab.planner.reasons import mark, obstacle
+from guozhuang.lab.planner.running import training_plan
+from guozhuang.lab.planner.search import (
+    ALIKE,
+    CAPS_MB,
+    EXCHANGES,
+    FAMILIES,
+    Arrangement,
+    Candidate,
+    arrangements,
+    memory_of,
+    pareto,
+    search,
+)
 from guozhuang.lab.planner.training import count, phases_of, simplest
 from guozhuang.lab.predict.table import Row
 from guozhuang.launch.options.plan_file import read_plan
@@ -49,8 +62,9 @@ def refused(*words: str) -> str:
 def test_every_layout_that_can_be_is_looked_at() -> None:
     model, cluster = Transformer.parse("L6,h64,a4,s16,V100"), parse_cluster("2x4xA100-80,ib=200gbit")
     found = set(arrangements(model, cluster, 12))
+    assert {each.cap_mb for each in found} == {25.0}, "its gradients are less than 1 MiB"
     expected = {
-        Arrangement(8, t, p, d, stage, v, 12, b, recompute)
+        Arrangement(8, t, p, d, stage, v, 12, b, recompute, exchange=exchange)
         for t in (1, 2, 4)  # 8 would leave the node
         for p in (1, 2)  # 4 and 8 do not divide 6 layers
         for d in [8 // t // p]
@@ -61,6 +75,7 @@ def test_every_layout_that_can_be_is_looked_at() -> None:
         if v == 1 or (p > 1 and 12 // d // b % p == 0)
         for stage in (range(4) if d > 1 else (0,))
         for recompute in ("none", "selective", "full")
+        for exchange in (EXCHANGES if t * p == 1 and stage == 0 and d > 1 else ("all-reduce",))
     }
     assert found == expected and len(found) > 100
     for each in found:
@@ -70,16 +85,15 @@ def test_every_layout_that_can_be_is_looked_at() -> None:
 
 def test_nothing_that_runs_out_of_memory_is_recommended() -> None:
     cluster = parse_cluster("8xA100-80")
-    found = search(BERT, cluster, [64], 4 * 2**30)
-    assert found.fitting and all(one.memory_bytes <= USABLE * 4 * 2**30 for one in found.fitting)
-    assert all(each.memory_bytes > USABLE * 4 * 2**30 for each in found.overflows.values())
+    found = search(BERT, cluster, [64], 5 * 2**30)
+    most = USABLE * 5 * 2**30 / (1 + ERROR)
+    assert found.fitting and all(one.memory_bytes <= most for one in found.fitting)
+    assert all(each.memory_bytes > most for each in found.overflows.values())
+    assert {one.arrangement.cap_mb for one in search(BERT, cluster, [64], 80 * 2**30).fitting} == set(CAPS_MB)
     assert "pure data parallel (ddp)" in found.overflows, "16 bytes a parameter are more than that"
     assert found.num_points > len(found.fitting) and not found.impossible
     times = [one.step_s for one in found.fitting]
     assert times == sorted(times) and all(abs(sum(one.parts.values()) / one.step_s - 1) < 1e-9 for one in found.fitting)
-    began = time.process_time()
-    num_points = search(BERT, cluster, [64], 80 * 2**30).num_points
-    assert num_points > 500 and (time.process_time() - began) / num_points < 1e-3
 
 
 def candidate(step_s: float, memory: float, batch: int = 8, **more: Any) -> Candidate:
@@ -118,7 +132,7 @@ def test_a_plan_has_the_options_of_a_run(
     changes: dict[str, int], strategy: str, layout: str | None, schedule: str | None
 ) -> None:
     one = candidate(1.0, 8, **changes)
-    plan = training_plan(one, "mixed", "it is fast")
+    plan = training_plan(one, "autocast", False, "it is fast")
     assert (plan.strategy, plan.layout, plan.schedule) == (strategy, layout, schedule)
     assert strategy in STRATEGIES and schedule in (None, *SCHEDULES)
     sizes = Layout.parse(plan.layout, strategy, one.arrangement.num_ranks)
@@ -132,6 +146,7 @@ def test_what_a_run_cannot_do_is_marked_and_not_recommended(capsys: pytest.Captu
     for stage in range(4):
         both = Arrangement(8, 2, 1, 4, stage, 1, 8, 1, "none")
         assert bool(obstacle(both)) == (stage > 1)
+    assert mark(candidate(1.0, 8, exchange="bf16").arrangement) == "inexact"
     found = answer(capsys, "--model", "gpt3-175b", "--on", "8x8xA100-80,ib=800gbit", "--batch", "128")
     (phase,) = found["phases"]
     assert not obstacle(Arrangement(**{name: phase["chosen"][name] for name in Arrangement._fields}))
@@ -160,10 +175,8 @@ def test_phases_follow_each_other_and_failures_cost_time(capsys: pytest.CaptureF
     one = answer(capsys, "--model", "bert-large", "--tokens", f"{51_000_000 * 512}", *ON)
     assert len(both["phases"]) == 2 and both["seconds"] > 3 * one["seconds"] > 0
     assert answer(capsys, *words, "--mtbf", "50")["seconds"] > 1.05 * both["seconds"]
-    larger = answer(capsys, "--model", "bert-large", "--on", "8xA100-80", "--batch", "8", "--noise-batch", "256")
-    assert larger["phases"][0]["chosen"]["batch"] in (16, 32, 64, 128, 256), (
-        "batches up to twice the critical one are tried"
-    )
+    larger = answer(capsys, "--model", "bert-large", "--on", "8xA100-80", "--batch", "8", "--noise-batch", "32")
+    assert larger["phases"][0]["chosen"]["batch"] in (16, 32, 64), "batches up to twice the critical one are tried"
 
 
 def test_clusters_are_compared_and_a_budget_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +204,19 @@ def test_clusters_are_compared_and_a_budget_is_kept(capsys: pytest.CaptureFixtur
         (["--model", "bert-large", *ON, "--samples", "1", "--samples", "2"], "2 times for 1 phases"),
         (["--model", "gpt3-175b", *ON, "--rate", "1"], "--rate is of one device, and gpt3-175b does not fit there"),
         (["--model", "bert-large", *ON, "--mtbf", "0"], "--mtbf is a time above 0"),
+        (["--model", "bert-large", *ON, "--mtbf", "inf"], "--mtbf is a time above 0"),
+        (["--model", "bert-large", *ON, "--restart-time", "nan"], "--restart-time is a time"),
+        *((["--model", "bert-large", *ON, "--noise-batch", each], "--noise-batch is a number of samples above 0")
+          for each in ("inf", "nan", "0", "-4")),
+        (["--model", "bert-large", "--on", "8xA100-80", "--batch", "1e15"], "up to 1,073,741,824"),
+        (["--model", "bert-large", *ON, "--top", "0"], "--top is a number"),
+        (["--model", "bert-large", *ON, "--strategy", "ddp"], "--strategy says nothing where --model is planned"),
+        (["--model", "bert-large", "--batch", "8", "--prices", MACHINE, "--ranks", "2"], "--ranks says nothing"),
+        (["--model", "bert-large", *ON, "--on", "8xH100", "--rate", "90"], "say of which: --rate 90@A100-80"),
+        (["--model", "bert-large", *ON, "--measured-peak", "20GiB"], "--measured-peak 31GiB@16"),
+        (["--model", "bert-large", *ON, "--measured-peak", "2GiB@16"], "not one of this training"),
+        (["--workload", "text", "--on", "here", "--precision", "fp32"], "--precision is for --model"),
+        (["--workload", "text", "--on", "here", "--mtbf", "5"], "--mtbf is for --model"),
         (["--model", "bert-large", *ON, "--budget", "5USD"], "--budget needs prices"),
         (["--model", "bert-large", *ON, "--budget", "5EUR", "--prices", RENT], "in EUR, and the prices of"),
         (["--model", "bert-large", *ON, "--budget", "much", "--prices", RENT], "amount of money with its currency"),
@@ -243,9 +269,92 @@ def test_machines_are_made_of_what_can_be_bought(tmp_path: Path) -> None:
     assert parse_cluster(several[0].description).num_nodes == several[0].num_nodes
 
 
+def test_a_budget_that_is_too_small_ends_though_more_nodes_always_cost_more(tmp_path: Path) -> None:
+    free = "2022-01-01,CNY,{},{},{},{},,,16,,,100,,\n".format
+    rows = "date,currency,kind,name,device,price,count,total,lanes,slots,gigabytes,gbit,devices,sockets\n"
+    rows += free("device", "A100", "A100-80", 0) + free("network", "card", "", 0)
+    (tmp_path / "free.csv").write_text(rows)
+    found = purchases(read_prices(str(tmp_path / "free.csv")), 1.0)
+    assert max(one.num_nodes for one in found) == MOST_NODES
+    rows = Path(MACHINE).read_text() + "2022-01-01,CNY,network,card,,5000,,,16,,,100,,\n"
+    (tmp_path / "p.csv").write_text(rows)
+    words = ["--model", "bert-large", "--batch", "8", "--budget", "5CNY", "--prices", str(tmp_path / "p.csv")]
+    assert "the cheapest machine costs 371,800 CNY" in refused(*words)
+
+
+def test_a_rate_says_on_which_device_it_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "bert-large", *ON, "--on", "8xH100"]
+    plain, rated = answer(capsys, *words), answer(capsys, *words, "--rate", "90@A100-80")
+    by_name = [{one["cluster"]: one["samples_per_s"][0] for one in each["clusters"]} for each in (plain, rated)]
+    slower = {name: by_name[0][name] / by_name[1][name] for name in by_name[0]}
+    assert slower["8xA100-80"] == pytest.approx(slower["8xH100"], rel=0.05) and slower["8xH100"] < 0.95, (
+        "90 is faster than by the formula"
+    )
+    assert any("--rate was measured on A100-80" in text for text in rated["phases"][0]["chosen"]["widened"])
+
+
+def test_a_measured_peak_decides_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "bert-large", "--on", "8xA100-80", "--batch", "256", "--memory-limit", "24GiB"]
+    alone = sum(memory_of(BERT, Arrangement(1, 1, 1, 1, 0, 1, 8, 8, "none")).values())
+    by_formula, more, less = (
+        answer(capsys, *words, *(["--measured-peak", f"{alone * share / 2**20:.0f}M@8"] if share else ()))["phases"][0]
+        for share in (0, 1.5, 0.8)
+    )
+    assert more["num_fitting"] < by_formula["num_fitting"] < less["num_fitting"]
+    assert all(each["memory_bytes"] <= more["limit_bytes"] / 1.02 for each in more["front"])
+
+
+def test_the_front_has_money_over_all_clusters(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "bert-large", "--prices", RENT, *ON, "--on", "8xH100"]
+    front = answer(capsys, *words)["phases"][0]["front"]
+    rows = [(each["step_s"] / each["batch"], each["memory_bytes"], each["money_per_sample"]) for each in front]
+    assert {each["cluster"] for each in front} == {"8xA100-80", "8xH100"} and len(
+        {each["num_ranks"] for each in front}
+    ) > 1
+    assert rows == sorted(rows) and min(each[2] for each in rows) < rows[0][2], "what is slower may cost less"
+    for one in rows:
+        assert not any(all(a <= b for a, b in zip(other, one, strict=True)) for other in rows if other is not one)
+    assert command.execute(arguments.parser().parse_args(words)) == 0
+    assert "and money (Pareto)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "said"),
+    [
+        (["--precision", "fp32"], {}, ["weights in float32", 'set_float32_matmul_precision("high")']),
+        ([], {}, ['torch.autocast("cuda", torch.bfloat16)']),
+        ([], {"recompute": "full"}, ["torch.bfloat16, cache_enabled=False)", "checkpoint.checkpoint"]),
+        ([], {"micro_batch": 1, "batch": 32}, ["every 4 batches, all but the last in no_sync()"]),
+        ([], {"micro_batch": 1, "batch": 32, "sharding": 3}, ["without no_sync(): gradients are scattered after each"]),
+        (["--flash"], {}, ["scaled_dot_product_attention"]),
+    ],
+)
+def test_the_script_is_told_what_bytes_and_time_were_computed_for(
+    words: list[str], changes: dict[str, Any], said: list[str]
+) -> None:
+    found = arguments.parser().parse_args(words)
+    plan = training_plan(candidate(1.0, 8, **changes), found.precision, found.flash, "")
+    text = "; ".join(plan.in_the_script)
+    assert all(each in text for each in said), text
+    assert ("autocast" in text) == (found.precision == "autocast")
+    old = Candidate(candidate(1.0, 8).arrangement, parse_cluster("8xV100-32"), 1.0, {}, {})
+    assert "torch.float16" in "; ".join(training_plan(old, "autocast", False, "").in_the_script)
+
+
+def test_a_cap_is_an_option_of_the_run() -> None:
+    plan = training_plan(candidate(1.0, 8, cap_mb=100.0), "autocast", False, "")
+    assert plan.bucket_cap_mb == 100 and "--bucket-cap-mb 100" in plan.command()
+    assert training_plan(candidate(1.0, 8), "autocast", False, "").bucket_cap_mb is None
+
+
+def test_the_file_of_a_plan_is_no_folder_of_a_report() -> None:
+    found = arguments.parser().parse_args(["--workload", "text", "--on", "here", "--out", "plan.json"])
+    assert workload._as_predict_has_it(found).out is None
+
+
 def test_a_budget_is_answered_with_days(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "bert-large,s128", "--model", "bert-large", "--samples", "461M", "--samples", "51M"]
-    words += ["--batch", "16384", "--batch", "8192", "--budget", "1000000CNY", "--prices", MACHINE]
+    words += ["--batch", "2048", "--batch", "1024", "--budget", "1000000CNY", "--prices", MACHINE]
     words += ["--rate", "580", "--rate", "210"]  # measured on one A100
     found = answer(capsys, *words)
     best = found["optima"]
@@ -335,6 +444,9 @@ def test_of_what_was_predicted_the_fastest_exact_strategy_that_fits_is_chosen() 
     assert "exchange: 3.12 ms more a sample" in workload.why_not(slow, rows[2], cluster, None)
     assert "intervals overlap" in workload.why_not(row("sharded", 4, 0.22), rows[2], cluster, None)
     assert "overlap" not in workload.why_not(row("sharded", 4, 0.3), rows[2], cluster, None)
-    assert workload.overflow(rows[2], cluster, 2e9) == pytest.approx(2e9 - 1.8e9)
-    assert "runs out of memory by 191 MiB a node" in workload.why_not(rows[2], rows[3], cluster, 2e9)
+    assert workload.overflow(rows[2], cluster, 1e9) == pytest.approx(1.05e9 - 0.9e9)
+    assert "runs out of memory by 143 MiB a rank" in workload.why_not(rows[2], rows[3], cluster, 1e9)
+    node = dataclasses.replace(cluster, node_memory_bytes=2e9)
+    assert workload.overflow(rows[2], node, None) == pytest.approx(2 * 1.05e9 - 0.9 * 2e9), "two ranks share a node"
+    assert "286 MiB a node" in workload.why_not(rows[2], rows[3], node, None)
     assert workload.overflow(row("ddp", 4, 0.2, None), cluster, 1.0) == 0, "what was not measured is not refused"

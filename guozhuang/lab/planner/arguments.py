@@ -35,10 +35,23 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--rate",
         action="append",
-        metavar="R",
-        help="samples/s that one device was measured to reach with this model (in each phase); it calibrates the prediction",
+        metavar="R[@DEVICE]",
+        help="samples/s that one device was measured to reach with this model (in each phase), as in 580@A100-80; "
+        "it calibrates the prediction",
     )
-    what.add_argument("--precision", choices=("mixed", "fp32"), default="mixed", help="of weights (default: mixed)")
+    what.add_argument(
+        "--measured-peak",
+        action="append",
+        metavar="SIZE@B",
+        help="peak of the memory that one process was measured to reach with micro-batches of B samples, as in 31GiB@16; it "
+        "corrects the formula",
+    )
+    what.add_argument(
+        "--precision",
+        choices=("autocast", "fp32"),
+        default="autocast",
+        help="of products: 16 bits under torch.autocast, or 32; weights have 32 (default: autocast)",
+    )
     what.add_argument("--flash", action="store_true", help="attention keeps no scores, as FlashAttention does")
     where = made.add_argument_group("where")
     where.add_argument(
@@ -48,7 +61,11 @@ def parser() -> argparse.ArgumentParser:
         help="such as 4x8xA100-80,ib=200gbit; 2x4cores,10gbit; here; may be given several times",
     )
     where.add_argument("--ranks", metavar="N,...", help="how many ranks are tried (default: all; with rent, fewer too)")
-    where.add_argument("--memory-limit", metavar="SIZE", help="memory of a rank, 40GiB (default: that of its device)")
+    where.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="memory of a rank, 40GiB (default: its device's, or its part of the node's)",
+    )
     where.add_argument("--mtbf", type=float, default=DEFAULT_DEVICE_HOURS, metavar="HOURS",
                        help=f"between failures of one device (default: {DEFAULT_DEVICE_HOURS:.0f})")  # fmt: skip
     where.add_argument("--checkpoint-time", type=float, default=DEFAULT_CHECKPOINT_S, metavar="S",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 from guozhuang import units
 from guozhuang.cost.cluster import Cluster
 from guozhuang.cost.describe import parse_size
+from guozhuang.cost.memory import USABLE
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab.planner import reasons
 from guozhuang.lab.planner.prices import Prices, amount
 from guozhuang.lab.planner.running import training_plan
-from guozhuang.lab.planner.search import USABLE
 from guozhuang.lab.planner.training import Failures, Phase, Searched
 from guozhuang.launch.options.plan_file import TrainingPlan, write_plan
 
@@ -42,12 +43,14 @@ def failures_of(found: argparse.Namespace) -> Failures:
     """Return what the command line says about failures.
 
     Raises:
-        UsageError: a time is not above 0.
+        UsageError: a time is below 0, or none.
     """
     for option, value in (("--mtbf", found.mtbf), ("--checkpoint-time", found.checkpoint_time)):
-        if not value > 0:
+        if not 0 < value < math.inf:
             raise UsageError(explain(f"{option} is a time above 0", value=value, fix="leave it out"))
-    return Failures(found.mtbf * 3600, found.checkpoint_time, max(0.0, found.restart_time))
+    if not 0 <= found.restart_time < math.inf:
+        raise UsageError(explain("--restart-time is a time", value=found.restart_time, fix="leave it out"))
+    return Failures(found.mtbf * 3600, found.checkpoint_time, found.restart_time)
 
 
 def budget_of(found: argparse.Namespace, prices: Prices | None) -> float | None:
@@ -78,15 +81,17 @@ def nothing_fits(searched: Sequence[Searched], phases: Sequence[Phase], found: a
         what = f"{phase.name} fits {one.cluster.name} only in layouts that `guozhuang run` cannot start"
         fix = "take another number of ranks, or another batch"
         return explain(what, value=reasons.described(of_phase.fitting[0].arrangement), fix=fix)
-    _, change = reasons.smallest_change(phase.model, one.cluster, phase.batch, limit, found.precision, found.flash)
+    _, change = reasons.smallest_change(
+        phase.model, one.cluster, phase.batch, limit, found.precision, found.flash, phase.peak
+    )
     least = min(of_phase.overflows.values(), key=lambda each: each.memory_bytes, default=None)
     what = f"{phase.name} fits into no layout of {one.cluster.num_ranks} ranks of {one.cluster.name}"
     if least is not None:
-        what += f": the smallest {reasons.overflowing(least.arrangement, least.memory, limit * USABLE)}"
+        what += f": the smallest {reasons.overflowing(of_phase, least)}"
     return explain(what, value=f"{units.size(limit)} a rank, of which {USABLE:.0%} may be filled", fix=change)
 
 
-def plans_of(chosen: Searched, searched: Sequence[Searched], precision: str) -> list[TrainingPlan]:
+def plans_of(chosen: Searched, searched: Sequence[Searched], asked: argparse.Namespace) -> list[TrainingPlan]:
     """Return the plan of each phase."""
     found = []
     for number, best in enumerate(chosen.best):
@@ -94,7 +99,8 @@ def plans_of(chosen: Searched, searched: Sequence[Searched], precision: str) -> 
         num_fitting = sum(len(one.founds[number].fitting) for one in searched)
         more = {} if chosen.seconds is None else {"seconds": chosen.seconds}
         more |= {} if chosen.money is None else {"money": chosen.money}
-        found.append(training_plan(best, precision, f"the fastest of {num_fitting:,} layouts that fit", **more))
+        why = f"the fastest of {num_fitting:,} layouts that fit"
+        found.append(training_plan(best, asked.precision, asked.flash, why, **more))
     return found
 
 

@@ -14,7 +14,7 @@ from guozhuang.cost.describe import parse_cluster
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab.planner import asked, report
 from guozhuang.lab.planner.prices import Prices, Purchase, limits_of, listed_machine, purchases
-from guozhuang.lab.planner.training import Phase, Searched, search_cluster
+from guozhuang.lab.planner.training import Phase, Searched, check_rates, search_cluster
 from guozhuang.records import to_json
 
 _BEYOND = 2.0  # machines of up to so many times the budget are looked at, for the next better one
@@ -63,6 +63,7 @@ def run(found: argparse.Namespace, phases: Sequence[Phase], prices: Prices, budg
         cheapest = "no machine can be made of them" if least is None else f"the cheapest machine costs {least:,.0f}"
         what = f"the budget buys nothing of the parts of {prices.source}: {cheapest} {prices.currency}"
         raise UsageError(explain(what, value=found.budget, fix="raise the budget, or add cheaper parts"))
+    check_rates(phases, (machine.device_name for machine, _ in machines))
     offers = []
     for machine, is_listed in machines:
         cluster = parse_cluster(machine.description)
@@ -83,20 +84,17 @@ def run(found: argparse.Namespace, phases: Sequence[Phase], prices: Prices, budg
         raise UsageError(text + more)
     chosen = inside[0]
     better = next_better(chosen, fitting, most)
-    plans = asked.plans_of(chosen.searched, [one.searched for one in inside], found.precision)
+    plans = asked.plans_of(chosen.searched, [one.searched for one in inside], found)
     files = asked.write(plans, found.out)
     if found.json:
         print(to_json(document(chosen, inside, better, listed, findings, prices, budget, phases, plans)))
         return 0
-    console = Console(highlight=False, soft_wrap=True, width=max(150, Console().width))
+    console = Console(highlight=False, soft_wrap=True, width=max(160, Console().width))
     if listed is not None:
         _show_list(console, "The machine that the file lists", listed, findings, most, prices)
     _show_list(console, "The fastest machine for the money", chosen.machine, limits_of(chosen.machine), most, prices)
     _show_optima(console, inside, better, chosen, prices, phases)
-    report.show(
-        chosen.searched, [chosen.searched], phases, plans, files, None, None, found.top, asked.failures_of(found),
-        found.precision,
-    )  # fmt: skip
+    report.show(chosen.searched, [chosen.searched], phases, plans, files, None, None, found)
     console.print(f"Prices are those of {prices.date} in {prices.source}.")
     return 0
 

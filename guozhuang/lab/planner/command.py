@@ -10,10 +10,16 @@ from pathlib import Path
 from guozhuang.cost.cluster import Cluster
 from guozhuang.cost.describe import parse_cluster
 from guozhuang.errors import UsageError, explain
-from guozhuang.lab.planner import asked, buying, report
+from guozhuang.lab.planner import arguments, asked, buying, report
 from guozhuang.lab.planner.prices import Prices, read_prices
-from guozhuang.lab.planner.training import Phase, Searched, phases_of, rank_counts, search_cluster
+from guozhuang.lab.planner.training import Phase, Searched, check_rates, phases_of, rank_counts, search_cluster
 from guozhuang.records import to_json
+
+# Options that a model which is only described is planned by.
+_USED = {
+    "model", "on", "batch", "noise_batch", "samples", "tokens", "rate", "measured_peak", "precision", "flash", "ranks",
+    "memory_limit", "mtbf", "checkpoint_time", "restart_time", "budget", "prices", "out", "json", "top",
+}  # fmt: skip
 
 
 def execute(found: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
@@ -38,7 +44,10 @@ def execute(found: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
         what = "nothing says what is to be trained"
         fix = "give --model bert-large, --workload text, or a script with --ranks N"
         raise UsageError(explain(what, fix=fix))
-    phases = phases_of(found.model, found.batch or (), found.samples, found.tokens, found.rate)
+    _check_options(found)
+    phases = phases_of(found.model, found.batch or (), found.samples, found.tokens, found.rate, found.measured_peak)
+    if found.top < 1:
+        raise UsageError(explain("--top is a number of layouts, at least 1", value=found.top, fix="leave it out"))
     prices = None if found.prices is None else read_prices(found.prices)
     budget = asked.budget_of(found, prices)
     if not found.on:
@@ -46,6 +55,8 @@ def execute(found: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
             fix = "give --on 4x8xA100-80,ib=200gbit, or --prices FILE with parts to buy"
             raise UsageError(explain("nothing says where it is to be trained", fix=fix))
         return buying.run(found, phases, prices, budget)
+    clusters = [_devices(text) for text in found.on]
+    check_rates(phases, (each.device.name for each in clusters if each.device is not None))
     searched = [
         search_cluster(
             cluster,
@@ -54,20 +65,30 @@ def execute(found: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
             asked.failures_of(found),
             **asked.options_of(found, prices, cluster),
         )
-        for text in found.on
-        for cluster in rank_counts(_devices(text), found.ranks, prices is not None)
+        for each in clusters
+        for cluster in rank_counts(each, found.ranks, prices is not None)
     ]
     chosen = choose(searched, phases, found, budget, prices)
-    plans = asked.plans_of(chosen, searched, found.precision)
+    plans = asked.plans_of(chosen, searched, found)
     files = asked.write(plans, found.out)
     document = report.document(chosen, searched, phases, plans, prices)
     if found.json:
         print(to_json(document))
     else:
-        report.show(
-            chosen, searched, phases, plans, files, prices, budget, found.top, asked.failures_of(found), found.precision
-        )
+        report.show(chosen, searched, phases, plans, files, prices, budget, found)
     return 0
+
+
+def _check_options(found: argparse.Namespace) -> None:
+    """Raise if an option is given that says nothing of a model that is only described."""
+    plain = arguments.parser().parse_args([])
+    used = _USED if found.on else _USED - {"ranks"}
+    for name, value in vars(found).items():
+        if value != getattr(plain, name) and name not in used:
+            what = (
+                f"--{name.replace('_', '-')} says nothing where --model is planned{'' if found.on else ' without --on'}"
+            )
+            raise UsageError(explain(what, value=value, fix="leave it out, or plan a --workload"))
 
 
 def _devices(text: str) -> Cluster:
@@ -76,6 +97,11 @@ def _devices(text: str) -> Cluster:
         what = "a model that is only described is planned on devices of the hardware table, and these hosts have cores"
         fix = "give --workload or --profile, which are measured on one; or name devices: 4x8xA100-80,ib=200gbit"
         raise UsageError(explain(what, value=text, fix=fix))
+    if cluster.num_nodes > 1 and cluster.between.bytes_per_s <= 0:
+        fix = f"add it: {text},ib=200gbit"
+        raise UsageError(
+            explain("sends between stages need the rate of the network beside all-reduces", value=text, fix=fix)
+        )
     return cluster
 
 

@@ -18,6 +18,8 @@ from guozhuang.errors import UsageError, explain
 
 #: What a part is: its kinds, in the order of a parts list.
 KINDS = ("device", "processor", "memory", "drive", "network", "rest")
+#: Machines of more nodes are not looked at.
+MOST_NODES = 1024
 _NUMBERS = ("price", "count", "total", "lanes", "slots", "gigabytes", "gbit", "devices", "sockets", "per_hour")
 _FORM = "see docs/plan.md for its form"
 
@@ -92,7 +94,7 @@ class Prices:
 
 
 def read_prices(path: str) -> Prices:
-    """Return the prices of a TOML file, or of a CSV file with a header.
+    """Return the prices of a TOML file, or of a CSV file with a header; lines that begin with # are comments in both.
 
     Raises:
         UsageError: it cannot be read, has no date or no currency, or a row of it cannot be understood; the text names the file.
@@ -133,6 +135,7 @@ def read_prices(path: str) -> Prices:
 
 
 def _of_csv(text: str) -> dict[str, Any]:
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#"))
     rows = list(csv.DictReader(io.StringIO(text), skipinitialspace=True, strict=True))
     rows = [{(key or "").strip(): (value or "").strip() for key, value in row.items()} for row in rows]
     return {
@@ -294,8 +297,8 @@ def purchases(prices: Prices, most: float) -> list[Purchase]:
     """Return the machines that can be made of the parts of a file for at most ``most``, the cheapest first.
 
     A node has 1, 2, 4 or 8 devices of one kind, the fewest processors with lanes for them, as much memory as its devices have
-    together, one drive (which may hang on the chipset) and one of each "rest"; nodes are 1, 2, 4, ... and have a network card
-    each if they are several.
+    together, one drive (which may hang on the chipset) and one of each "rest"; nodes are 1, 2, 4, ... ``MOST_NODES`` and have a
+    network card each if they are several.
     """
     by_kind = {kind: [part for part in prices.parts if part.kind == kind] for kind in KINDS}
     found = []
@@ -309,7 +312,7 @@ def purchases(prices: Prices, most: float) -> list[Purchase]:
                 inside = [(part, count), *([(drive, 1)] if drive else []), *([(network, 1)] if network else [])]
                 node = _node(inside, rest, by_kind, count * device(part.device).memory_bytes / 1e9, sockets)
                 num_nodes = 1 if network is None else 2
-                while node is not None and Purchase(num_nodes, node).price <= most:
+                while node is not None and num_nodes <= MOST_NODES and Purchase(num_nodes, node).price <= most:
                     found.append(Purchase(num_nodes, node))
                     if network is None:
                         break

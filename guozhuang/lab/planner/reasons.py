@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from guozhuang import units
+from guozhuang.cost import memory
 from guozhuang.cost.cluster import Cluster
 from guozhuang.cost.transformer import Transformer
 from guozhuang.lab.planner.search import (
     ALIKE,
+    CAPS_MB,
     FAMILIES,
-    USABLE,
     Arrangement,
     Candidate,
+    Overflow,
     SearchResult,
     arrangements,
     memory_of,
 )
 
+PLUS_MINUS = "\u00b1"
+_NOT_BY_RUN, INEXACT = "not by `guozhuang run`", "inexact"
 # What the parts of a step are, for people; the names are those of cost.step.StepCost.
 _PARTS = {
     "compute": "computing the layers",
@@ -40,11 +44,30 @@ def described(arrangement: Arrangement) -> str:
 
 
 def settings(arrangement: Arrangement) -> str:
-    """Return how a copy cuts its batch, and what is recomputed, as in "8 of 4, 3 stages a rank, recompute full"."""
+    """Return how a copy cuts its batch, and what is recomputed, as in "8 of 4, cap 1 MiB, 3 stages a rank, recompute full"."""
     text = f"{arrangement.num_micro_batches} of {arrangement.micro_batch}"
+    if arrangement.exchange != "all-reduce":
+        text += f", {arrangement.exchange}"
+    if arrangement.cap_mb != CAPS_MB[0]:
+        text += f", cap {arrangement.cap_mb:g} MiB"
     if arrangement.interleave > 1:
         text += f", {arrangement.interleave} stages a rank"
     return text if arrangement.recompute == "none" else f"{text}, recompute {arrangement.recompute}"
+
+
+def obstacle(arrangement: Arrangement) -> str:
+    """Return what keeps a plan from an arrangement: no run can start it, or it is inexact; empty if nothing does."""
+    if arrangement.exchange != "all-reduce":
+        return f"{INEXACT}: gradients travel as --strategy {arrangement.exchange}; try it on your own loss curve"
+    if arrangement.sharding > 1 and arrangement.tensor * arrangement.pipeline > 1:
+        return "PyTorch's fully_shard, which shards gradients and weights here, goes with no other axis"
+    return ""
+
+
+def mark(arrangement: Arrangement) -> str:
+    """Return in a word or two what keeps a plan from an arrangement; empty if nothing does."""
+    text = obstacle(arrangement)
+    return "" if not text else INEXACT if text.startswith(INEXACT) else _NOT_BY_RUN
 
 
 def slower(loser: Candidate, winner: Candidate) -> str:
@@ -67,20 +90,24 @@ def slower(loser: Candidate, winner: Candidate) -> str:
     return text
 
 
-def overflowing(arrangement: Arrangement, memory: Mapping[str, float], limit_bytes: float) -> str:
+def overflowing(found: SearchResult, missed: Overflow) -> str:
     """Return by how much an arrangement misses the memory, and what fills it most."""
-    total = sum(memory.values())
-    name, most = max(memory.items(), key=lambda one: one[1])
+    name, most = max(missed.memory.items(), key=lambda one: one[1])
+    fit = found.fit(missed.memory_bytes)
+    short = units.size(fit.high_bytes - found.limit_bytes)
     return (
-        f"runs out of memory by {units.size(total - limit_bytes)}: it needs {units.size(total)} at least "
-        f"({described(arrangement)}; micro-batches {settings(arrangement)}), {name} {units.size(most)} of it"
+        f"{'runs' if fit.cannot else 'may run'} out of memory by {short}: it needs {units.size(missed.memory_bytes)} "
+        f"{PLUS_MINUS} {found.error:.0%} at least ({described(missed.arrangement)}; micro-batches "
+        f"{settings(missed.arrangement)}), {name} {units.size(most)} of it"
     )
 
 
 def why_not(found: SearchResult, winner: Candidate, model: Transformer, batch: int) -> dict[str, str]:
     """Return for each kind of layout that lost why its best one did, by the kind."""
     best: dict[str, Candidate] = {}
-    for one in found.fitting:
+    for one in sorted(
+        found.fitting, key=lambda each: bool(mark(each.arrangement))
+    ):  # what can be started before the rest
         best.setdefault(one.arrangement.family, one)
     reasons = {}
     for family in FAMILIES:
@@ -91,9 +118,11 @@ def why_not(found: SearchResult, winner: Candidate, model: Transformer, batch: i
             reasons[family] = (
                 f"{slower(loser, winner)} ({described(loser.arrangement)}; micro-batches {settings(loser.arrangement)})"
             )
+            if text := mark(loser.arrangement):
+                reasons[family] += f", and {text}"
         elif family in found.overflows:
             missed = found.overflows[family]
-            reasons[family] = overflowing(missed.arrangement, missed.memory, found.limit_bytes)
+            reasons[family] = overflowing(found, missed)
         else:
             reasons[family] = _cannot_be(family, winner.arrangement.num_ranks, model, batch)
     return {family: text for family, text in reasons.items() if text}
@@ -109,16 +138,25 @@ def _cannot_be(family: str, num_ranks: int, model: Transformer, batch: int) -> s
 
 
 def smallest_change(
-    model: Transformer, cluster: Cluster, batch: int, memory_bytes: float, precision: str, flash: bool
+    model: Transformer,
+    cluster: Cluster,
+    batch: int,
+    memory_bytes: float,
+    precision: str,
+    flash: bool,
+    measured: tuple[float, float] | None = None,
 ) -> tuple[Arrangement | None, str]:
     """Return the arrangement that misses the memory by least, and the smallest changes that would let it fit, in words."""
 
     def least(where: Cluster, of: int) -> tuple[float, Arrangement] | None:
         needs = (
-            (sum(memory_of(model, each, precision, flash).values()), each) for each in arrangements(model, where, of)
+            (sum(memory_of(model, each, precision, flash, measured).values()), each)
+            for each in arrangements(model, where, of)
+            if (each.cap_mb, each.exchange) == (CAPS_MB[0], "all-reduce")
         )
         return min(needs, default=None, key=lambda one: one[0])
 
+    error = memory.ERROR if measured is None else memory.MEASURED_ERROR
     nearest = least(cluster, batch)
     changes = []
     if nearest is None:
@@ -128,10 +166,10 @@ def smallest_change(
         more = dataclasses.replace(cluster, num_nodes=cluster.num_nodes * factor)
         of = batch * factor if batch % more.num_ranks else batch
         found = least(more, of)
-        if found is not None and found[0] <= memory_bytes * USABLE:
+        if found is not None and SearchResult(memory_bytes, error).fit(found[0]).fits:
             changes.append(f"take {more.num_nodes} nodes ({described(found[1])})")
             break
-    changes.append(f"take ranks with {units.size(nearest[0] / USABLE)} of memory")
+    changes.append(f"take ranks with {units.size(nearest[0] * (1 + error) / memory.USABLE)} of memory")
     return nearest[1], ", or ".join(changes)
 
 

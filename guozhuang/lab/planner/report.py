@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,18 +11,36 @@ from typing import Any
 from rich.console import Console
 
 from guozhuang import units
-from guozhuang.lab.planner import reasons
+from guozhuang.cost.memory import USABLE
+from guozhuang.lab.planner import asked, reasons
 from guozhuang.lab.planner.prices import Prices
-from guozhuang.lab.planner.running import obstacle
-from guozhuang.lab.planner.search import ALIKE, USABLE, Candidate, SearchResult, pareto, product_type
+from guozhuang.lab.planner.reasons import INEXACT, mark, obstacle
+from guozhuang.lab.planner.search import ALIKE, Candidate, SearchResult, pareto, product_type
 from guozhuang.lab.planner.training import Failures, Phase, Searched
 from guozhuang.launch.options.plan_file import TrainingPlan
 
 
-def front_of(found: SearchResult, per_rank_second: float = 0.0) -> list[Candidate]:
-    """Return the candidates of a search that no other one beats in time, memory and money."""
-    prices = [one.step_s * one.arrangement.num_ranks * per_rank_second / one.arrangement.batch for one in found.fitting]
-    return pareto(found.fitting, prices)
+def front_of(searched: Sequence[Searched], number: int) -> list[tuple[Candidate, float | None]]:
+    """Return the candidates of a phase that none beats in time, memory and rent; with the rent of a sample.
+
+    Those of all clusters; inexact ones are left out.
+    """
+    rents = {
+        id(candidate): None if one.money_per_second is None else one.money_per_second / candidate.samples_per_s
+        for one in searched
+        for candidate in one.founds[number].fitting
+    }
+    candidates = [
+        candidate
+        for one in searched
+        for candidate in one.founds[number].fitting
+        if mark(candidate.arrangement) != INEXACT
+    ]
+    front = pareto(candidates, [rents[id(one)] or 0.0 for one in candidates])
+    of_layouts: dict[Any, Candidate] = {}  # of those that differ in the cap of a bucket alone the fastest
+    for one in front:
+        of_layouts.setdefault((one.arrangement._replace(cap_mb=0.0), one.cluster.name), one)
+    return [(one, rents[id(one)]) for one in of_layouts.values()]
 
 
 def document(
@@ -45,6 +64,7 @@ def document(
                 "fits": one.fits,
                 "seconds": one.seconds,
                 "money": one.money,
+                "samples_per_s": [best.samples_per_s if best else None for best in one.best],
             }
             for one in searched
         ],
@@ -58,10 +78,16 @@ def document(
                 "command": plan.command(),
                 "in_the_script": plan.in_the_script,
                 "chosen": reasons.table_of([best])[0],
-                "front": reasons.table_of(front_of(found)),
+                "front": [
+                    {**row, "cluster": one.cluster.name, "money_per_sample": rent}
+                    for (one, rent) in front_of(searched, number)
+                    for row in reasons.table_of([one])
+                ],
                 "why_not": reasons.why_not(found, best, phase.model, phase.batch),
             }
-            for phase, found, best, plan in zip(phases, chosen.founds, chosen.best, plans, strict=True)
+            for number, (phase, found, best, plan) in enumerate(
+                zip(phases, chosen.founds, chosen.best, plans, strict=True)
+            )
             if best is not None
         ],
     }
@@ -75,23 +101,22 @@ def show(
     files: Sequence[Path],
     prices: Prices | None,
     budget: float | None,
-    top: int,
-    failures: Failures,
-    precision: str,
+    found: argparse.Namespace,
 ) -> None:
-    """Print the answer."""
-    console = Console(highlight=False, soft_wrap=True, width=max(150, Console().width))
+    """Print the answer to a command line."""
+    console = Console(highlight=False, soft_wrap=True, width=max(160, Console().width))
     if len(searched) > 1:
         _show_clusters(console, chosen, searched, prices, budget)
-    for number, (phase, found, best, plan) in enumerate(zip(phases, chosen.founds, chosen.best, plans, strict=True)):
+    for number, (phase, best, plan) in enumerate(zip(phases, chosen.best, plans, strict=True)):
         assert best is not None
-        show_phase(console, phase, chosen, found, best, top, precision)
+        _show_front(console, phase, number, chosen, searched, best, prices, found)
+        show_phase(console, phase, chosen.founds[number], best)
         console.print(f"\nTo run it: {_command(plan, files, number)}")
         if plan.num_nodes > 1:
             hosts = ",".join(f"host{number}:{plan.ranks_per_node}" for number in (1, 2))
             console.print(f"  with -H {hosts},... after `run`; or on each node under srun --ntasks-per-node=1")
         console.print("  in the script: " + "; ".join(plan.in_the_script))
-    show_training(console, chosen, prices, failures)
+    show_training(console, chosen, prices, asked.failures_of(found))
 
 
 def _command(plan: TrainingPlan, files: Sequence[Path], number: int) -> str:
@@ -112,41 +137,57 @@ def _show_clusters(
     console.print(table)
 
 
-def show_phase(
-    console: Console, phase: Phase, searched: Searched, found: SearchResult, best: Candidate, top: int, precision: str
-) -> None:
-    """Print the Pareto front of a phase, and why the other kinds of layout lost."""
-    cluster, flops = searched.cluster, searched.cluster.device.flops if searched.cluster.device else {}
+def _show_front(
+    console: Console, phase: Phase, number: int, chosen: Searched, searched: Sequence[Searched], best: Candidate,
+    prices: Prices | None, asked_for: argparse.Namespace,
+) -> None:  # fmt: skip
+    """Print the Pareto front of a phase over time, memory and, with prices, money."""
+    of_phase = [one.founds[number] for one in searched]
     console.print(
-        f"{phase.name}: {phase.model.parameters / 1e6:,.4g} M parameters, {phase.batch:,} samples a step, {cluster.num_ranks} "
-        f"ranks of {cluster.name}\n{found.num_points:,} layouts, {len(found.fitting):,} fit into "
-        f"{units.size(found.limit_bytes)} a rank ({USABLE:.0%} of its memory)"
+        f"{phase.name}: {phase.model.parameters / 1e6:,.4g} M parameters, {phase.batch:,} samples a step, "
+        f"{chosen.cluster.num_ranks} ranks of {chosen.cluster.name}\n{sum(one.num_points for one in of_phase):,} layouts, "
+        f"{sum(len(one.fitting) for one in of_phase):,} fit into {units.size(chosen.founds[number].limit_bytes)} a rank "
+        f"({USABLE:.0%} of its memory{'' if len(searched) == 1 else '; other clusters have their own'})"
     )
-    front = front_of(found)
-    rows = [best, *(one for one in front if one is not best)][:top] if best not in front[:top] else front[:top]
-    headings = ("", "layout", "micro-batches", "step", "samples/s", "MFU", "memory", "idle", "")
-    table = units.terminal_table("Fastest for their memory (Pareto)", headings, 3, no_wrap=True)
-    peak = flops.get(product_type(cluster, precision))
-    for one in rows:
-        mfu = None if peak is None else phase.model.mfu(one.samples_per_s, cluster.num_ranks, peak)
-        idle = max(0.0, one.parts.get("bubble", 0.0) / one.step_s)
+    front = front_of(searched, number)
+    top = asked_for.top
+    if all(one is not best for one, _ in front[:top]):
+        per_second = chosen.money_per_second
+        mine = (best, None if per_second is None else per_second / best.samples_per_s)
+        front = [mine, *(row for row in front if row[0] is not best)]
+    rent = "" if prices is None or not prices.rents else f"{prices.currency} a million"
+    headings = ("", "layout", "micro-batches", "step", "samples/s", rent, "MFU", "memory", "idle", "ranks", "")
+    title = f"Fastest for their memory{' and money' if rent else ''} (Pareto)"
+    table = units.terminal_table(title, headings, 3, no_wrap=True)
+    for one, money in front[:top]:
+        peak = (one.cluster.device.flops if one.cluster.device else {}).get(
+            product_type(one.cluster, asked_for.precision)
+        )
+        ranks = one.arrangement.num_ranks
+        mfu = None if peak is None else phase.model.mfu(one.samples_per_s, ranks, peak)
         table.add_row(
             "*" if one is best else "", reasons.described(one.arrangement), reasons.settings(one.arrangement),
-            units.duration(one.step_s), units.rate(one.samples_per_s), units.percent(mfu), units.size(one.memory_bytes),
-            units.percent(idle),
-            "not by `guozhuang run`" if obstacle(one.arrangement) else "",
+            units.duration(one.step_s), units.rate(one.samples_per_s), "" if not rent else _money(money and money * 1e6),
+            units.percent(mfu), units.size(one.memory_bytes),
+            units.percent(max(0.0, one.parts.get("bubble", 0.0)) / one.step_s),
+            f"{ranks} of {one.cluster.name}" if len(searched) > 1 else str(ranks), mark(one.arrangement),
         )  # fmt: skip
     console.print(table)
+
+
+def show_phase(console: Console, phase: Phase, found: SearchResult, best: Candidate) -> None:
+    """Print of the chosen layout of a phase where time and memory go, and why the other kinds of layout lost."""
     console.print("Where its step goes: " + _parts(best.parts, units.duration))
     console.print("What fills its memory: " + _parts(best.memory, units.size))
     if best.widened:
         console.print("Outside of what the cost model was calibrated on, so less certain: " + "; ".join(best.widened))
-    faster = [one for one in found.fitting if obstacle(one.arrangement) and one.step_s < best.step_s / (1 + ALIKE)]
-    if faster:
-        other = faster[0].arrangement
+    limit_s = best.step_s / best.arrangement.batch / (1 + ALIKE)
+    faster = [one for one in found.fitting if mark(one.arrangement) and one.step_s / one.arrangement.batch < limit_s]
+    for each in {mark(one.arrangement): one for one in reversed(faster)}.values():
+        other = each.arrangement
         console.print(
-            f"Faster, but not by `guozhuang run`: {reasons.described(other)}; micro-batches {reasons.settings(other)}; "
-            f"{units.duration(faster[0].step_s)}: {obstacle(other)}"
+            f"Faster, but {mark(other)}: {reasons.described(other)}; micro-batches {reasons.settings(other)}; "
+            f"{units.duration(each.step_s)}: {obstacle(other).removeprefix(INEXACT + ': ')}"
         )
     console.print("Why not")
     for family, text in reasons.why_not(found, best, phase.model, phase.batch).items():

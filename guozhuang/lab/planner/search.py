@@ -1,9 +1,11 @@
 """Enumerates the layouts of a transformer on a cluster, with the time, memory and money of each. Nothing is guessed away.
 
 [Note: what is enumerated] Every division of the ranks into tensor, pipeline and data ways, every micro-batch that divides what
-a copy of the model gets of the batch, every number of stages a rank, what is recomputed, what is sharded over the copies.
+a copy of the model gets of the batch, every number of stages a rank, what is recomputed, what is sharded over the copies; where
+gradients are averaged in buckets beside backward, the caps of ``CAPS_MB``, and without other ways ``EXCHANGES``.
 Only what cannot be is left out: tensor ways that do not divide the heads or would leave a node, stages that do not divide the
-layers, copies that do not divide the batch. Memory is computed for each, time for those that fit.
+layers, copies that do not divide the batch, caps above all gradients. Memory is computed for each, time for those that fit.
+A device has one rank, so that ranks x threads is no choice here.
 """
 
 from __future__ import annotations
@@ -11,16 +13,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from guozhuang.cost import memory
 from guozhuang.cost.cluster import Cluster
+from guozhuang.cost.memory import USABLE, MemoryFit, MemoryUse
 from guozhuang.cost.step import step
 from guozhuang.cost.transformer import RECOMPUTE, Transformer
 from guozhuang.errors import UsageError
 
-#: The share of the memory that a plan may fill: fragments of the allocator and workspaces need the rest.
-USABLE = 0.9
+#: Caps of a bucket of gradients, in MiB; the first one is what ``guozhuang run`` takes by itself.
+CAPS_MB = (25.0, 1.0, 5.0, 100.0, 400.0)
+#: Bytes of a gradient on the wire, by what exchanges it; None are those that it has in memory. All but the first are inexact.
+EXCHANGES: dict[str, float | None] = {"all-reduce": None, "bf16": 2.0, "quantize8": 1.0}
 #: Layouts whose predicted times differ by less than this share are alike: the least complex of them is chosen.
 ALIKE = 0.01
 
@@ -40,6 +45,8 @@ class Arrangement(NamedTuple):
         batch: samples of a step, on all ranks together.
         micro_batch: samples that a copy computes at a time.
         recompute: what backward recomputes: one of ``RECOMPUTE``.
+        cap_mb: of a bucket of gradients, in MiB.
+        exchange: how gradients are averaged: one of ``EXCHANGES``.
     """
 
     num_ranks: int
@@ -51,6 +58,14 @@ class Arrangement(NamedTuple):
     batch: int
     micro_batch: int
     recompute: str
+    cap_mb: float = CAPS_MB[0]
+    exchange: str = "all-reduce"
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The arguments of both ``memory.peak`` and ``step`` that it stands for."""
+        names = ("tensor", "pipeline", "data", "sharding", "interleave", "micro_batch", "recompute")
+        return {name: getattr(self, name) for name in names} | {"bucket_bytes": self.cap_mb * 2**20}
 
     @property
     def num_micro_batches(self) -> int:
@@ -73,6 +88,7 @@ class Arrangement(NamedTuple):
             self.sharding,
             RECOMPUTE.index(self.recompute),
             self.num_micro_batches,
+            CAPS_MB.index(self.cap_mb),
         )
 
 
@@ -137,18 +153,29 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        limit_bytes: what a rank's state may fill: ``USABLE`` of its memory.
+        memory_bytes: of a rank, of which ``USABLE`` may be filled.
+        error: by which share memory may be more than predicted.
         num_points: how many arrangements were looked at.
         fitting: those that fit, the fastest first.
         overflows: for each family the arrangement that misses the memory by least.
         impossible: arrangements that the cost model refuses, by its words.
     """
 
-    limit_bytes: float
+    memory_bytes: float
+    error: float = memory.ERROR
     num_points: int = 0
     fitting: list[Candidate] = field(default_factory=list)
     overflows: dict[str, Overflow] = field(default_factory=dict)
     impossible: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def limit_bytes(self) -> float:
+        """What may be filled of a rank's memory."""
+        return self.memory_bytes * USABLE
+
+    def fit(self, needed_bytes: float) -> MemoryFit:
+        """Return whether so much fits."""
+        return memory.fit(needed_bytes, self.memory_bytes, self.error)
 
 
 @functools.cache
@@ -176,29 +203,43 @@ def arrangements(model: Transformer, cluster: Cluster, batch: int) -> Iterator[A
                         continue
                     for sharding in range(4 if data > 1 else 1):
                         for recompute in RECOMPUTE:
-                            yield Arrangement(
+                            one = Arrangement(
                                 ranks, tensor, pipeline, data, sharding, interleave, batch, micro_batch, recompute
                             )
+                            yield one
+                            if data > 1 and pipeline == 1 and not sharding:
+                                yield from _exchanged(one, 4 * model.parameters / tensor / 2**20)
+
+
+def _exchanged(one: Arrangement, most_mb: float) -> Iterator[Arrangement]:
+    """Yield an arrangement with all other caps and exchanges."""
+    for cap_mb in CAPS_MB:
+        for exchange in EXCHANGES if one.tensor == 1 else ("all-reduce",):
+            changed = one._replace(cap_mb=cap_mb, exchange=exchange)
+            if changed != one and (cap_mb < most_mb or cap_mb == CAPS_MB[0]):
+                yield changed
 
 
 def memory_of(
-    model: Transformer, arrangement: Arrangement, precision: str = "mixed", flash: bool = False
+    model: Transformer,
+    arrangement: Arrangement,
+    precision: str = "autocast",
+    flash: bool = False,
+    measured: tuple[float, float] | None = None,
 ) -> dict[str, float]:
-    """Return the bytes of the fullest rank, by what they are for."""
+    """Return the bytes of the fullest rank, by what they are for; the arguments are those of :func:`search`."""
     found = memory.peak(
-        model,
-        tensor=arrangement.tensor,
-        pipeline=arrangement.pipeline,
-        data=arrangement.data,
-        sharding=arrangement.sharding,
-        interleave=arrangement.interleave,
-        micro_batch=arrangement.micro_batch,
-        num_micro_batches=arrangement.num_micro_batches,
-        recompute=arrangement.recompute,
-        precision=precision,
-        flash=flash,
+        model, **arrangement.keywords, num_micro_batches=arrangement.num_micro_batches, precision=precision, flash=flash
     )
+    if measured is not None:
+        found = memory.corrected(found, _alone(model, measured[1], precision, flash), measured[0])
     return found.parts
+
+
+@functools.lru_cache(maxsize=8)
+def _alone(model: Transformer, samples: float, precision: str, flash: bool) -> MemoryUse:
+    """Return the memory of one process without others, by the formula."""
+    return memory.peak(model, micro_batch=samples, precision=precision, flash=flash)
 
 
 def search(
@@ -206,9 +247,10 @@ def search(
     cluster: Cluster,
     batches: Sequence[int],
     memory_bytes: float,
-    precision: str = "mixed",
+    precision: str = "autocast",
     flash: bool = False,
     slowdown: float = 1.0,
+    measured: tuple[float, float] | None = None,
 ) -> SearchResult:
     """Return the time and memory of every arrangement on all ranks of a cluster.
 
@@ -217,38 +259,33 @@ def search(
         cluster: where; every rank of it is used.
         batches: samples of a step, on all ranks together; each is tried.
         memory_bytes: memory of a rank, of which ``USABLE`` may be filled.
-        precision: "mixed" (16 bits with a copy of the weights in 32) or "fp32".
+        precision: "autocast" (weights of 32 bits, products in 16) or "fp32".
         flash: whether attention keeps no scores.
         slowdown: how many times as long as the cost model says a device computes; communication is not changed by it.
+        measured: the peak in bytes of one process, and the samples of its micro-batch: what the formula is corrected by.
+
+    Raises:
+        UsageError: the measured peak cannot be one of this training.
     """
-    found = SearchResult(memory_bytes * USABLE)
+    found = SearchResult(memory_bytes, memory.ERROR if measured is None else memory.MEASURED_ERROR)
     products = product_type(cluster, precision)
+    needs: dict[str, float] = {}
     for batch in batches:
         for each in arrangements(model, cluster, batch):
             found.num_points += 1
-            needs = memory_of(model, each, precision, flash)
+            if each.exchange == "all-reduce":  # other exchanges come after it, and need as much
+                needs = memory_of(model, each, precision, flash, measured)
             total = sum(needs.values())
-            if total > found.limit_bytes:
+            if not found.fit(total).fits:
                 least = found.overflows.get(each.family)
-                if least is None or total < least.memory_bytes:
+                if least is None or (total < least.memory_bytes and each.cap_mb == CAPS_MB[0]):
                     found.overflows[each.family] = Overflow(each, needs)
                 continue
             try:
                 cost = step(
-                    model,
-                    tensor=each.tensor,
-                    pipeline=each.pipeline,
-                    data=each.data,
-                    interleave=each.interleave,
-                    micro_batch=each.micro_batch,
-                    global_batch=batch,
-                    recompute=each.recompute,
-                    sharding=each.sharding,
-                    cluster=cluster,
-                    flash=flash,
-                    precision=products,
-                    overlap=each.pipeline == 1,
-                )
+                    model, **each.keywords, global_batch=batch, cluster=cluster, flash=flash, precision=products,
+                    kept=precision, wire_bytes=EXCHANGES[each.exchange], overlap=each.pipeline == 1,
+                )  # fmt: skip
             except UsageError as error:
                 reason = str(error).partition(" (got")[0]
                 found.impossible[reason] = found.impossible.get(reason, 0) + 1
@@ -260,14 +297,16 @@ def search(
 
 
 def product_type(cluster: Cluster, precision: str) -> str:
-    """Return the number type of a cluster's matrix products: the device's best one of 16 bits, or of 32."""
+    """Return the number type of a cluster's matrix products: under autocast the device's best one of 16 bits, else of 32."""
     flops = cluster.device.flops if cluster.device is not None else {}
-    wanted = ("bf16", "fp16") if precision == "mixed" else ("tf32", "fp32")
+    wanted = ("bf16", "fp16") if precision == "autocast" else ("tf32", "fp32")
     return next((each for each in wanted if each in flops), wanted[-1])
 
 
 def pareto(candidates: Sequence[Candidate], prices: Sequence[float]) -> list[Candidate]:
     """Return those of which no other one is as good in seconds a sample, memory and price, and better in one of them.
+
+    What is slower and saves less than ``ALIKE`` of memory and of price is left out too.
 
     Args:
         candidates: any, in any order.
@@ -281,7 +320,8 @@ def pareto(candidates: Sequence[Candidate], prices: Sequence[float]) -> list[Can
         key=lambda row: (row[0].step_s / row[0].arrangement.batch, row[0].memory_bytes, row[1]),
     )
     front: list[tuple[Candidate, float]] = []
+    saved = 1 - ALIKE
     for one, price in rows:  # whatever beats it in time stands before it
-        if not any(other.memory_bytes <= one.memory_bytes and paid <= price for other, paid in front):
+        if not any(saved * other.memory_bytes <= one.memory_bytes and saved * paid <= price for other, paid in front):
             front.append((one, price))
     return [one for one, _ in front]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from guozhuang.cost import laws
 from guozhuang.cost.cluster import Cluster
+from guozhuang.cost.describe import parse_cluster, parse_size
+from guozhuang.cost.hardware import device
 from guozhuang.cost.transformer import Transformer
 from guozhuang.errors import UsageError, explain
-from guozhuang.lab.planner.running import obstacle
+from guozhuang.lab.planner.reasons import obstacle
 from guozhuang.lab.planner.search import ALIKE, Candidate, SearchResult, search
 
+#: No step has more samples.
+MOST_SAMPLES = 2**30
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
 
@@ -28,6 +32,8 @@ class Phase:
         batch: samples of a step, on all ranks together.
         samples: how many samples it trains on; None if that was not said.
         rate: samples/s that one device was measured to reach; None if that was not measured.
+        rate_on: the name of that device; "" where all devices are alike.
+        peak: bytes of memory that one process was measured to reach, and the samples of its micro-batches; None without.
     """
 
     name: str
@@ -35,6 +41,8 @@ class Phase:
     batch: int
     samples: float | None
     rate: float | None = None
+    rate_on: str = ""
+    peak: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ def search_cluster(
     failures: Failures,
     *,
     rent_per_hour: float | None = None,
-    precision: str = "mixed",
+    precision: str = "autocast",
     flash: bool = False,
     noise_batch: float | None = None,
 ) -> Searched:
@@ -118,7 +126,10 @@ def search_cluster(
     for phase in phases:
         slowdown = _slowdown(phase, cluster, memory_bytes, precision, flash)
         batches = batches_of(phase.batch, noise_batch)
-        found = search(phase.model, cluster, batches, memory_bytes, precision, flash, slowdown)
+        found = search(phase.model, cluster, batches, memory_bytes, precision, flash, slowdown, phase.peak)
+        if phase.rate_on and cluster.device is not None and phase.rate_on != cluster.device.name:
+            note = f"--rate was measured on {phase.rate_on}, carried over to {cluster.device.name} by data sheets"
+            found.fitting = [replace(one, widened=(*one.widened, note)) for one in found.fitting]
         if noise_batch is not None:
             found.fitting.sort(key=lambda one: _seconds(one, noise_batch))
         founds.append(found)
@@ -150,7 +161,11 @@ def _slowdown(phase: Phase, cluster: Cluster, memory_bytes: float, precision: st
     """
     if phase.rate is None:
         return 1.0
-    alone = search(phase.model, cluster.with_ranks(1), [phase.batch], memory_bytes, precision, flash)
+    where = cluster.with_ranks(1)
+    if phase.rate_on:
+        where = parse_cluster(f"1x1x{phase.rate_on}")
+        memory_bytes = where.rank_memory_bytes or memory_bytes
+    alone = search(phase.model, where, [phase.batch], memory_bytes, precision, flash)
     if not alone.fitting:
         what = f"--rate is of one device, and {phase.name} does not fit there"
         raise UsageError(explain(what, value=phase.rate, fix="leave it out"))
@@ -174,7 +189,14 @@ def simplest(candidates: Sequence[Candidate], noise_batch: float | None = None) 
 
 
 def batches_of(batch: int, noise_batch: float | None) -> tuple[int, ...]:
-    """Return the batches that are tried: the given one, and its doubles up to twice the critical batch."""
+    """Return the batches that are tried: the given one, and its doubles up to twice the critical batch.
+
+    Raises:
+        UsageError: the critical batch is no number above 0, or larger than any batch.
+    """
+    if noise_batch is not None and not 0 < noise_batch <= MOST_SAMPLES:
+        what = f"--noise-batch is a number of samples above 0, up to {MOST_SAMPLES:,}"
+        raise UsageError(explain(what, value=noise_batch, fix="leave it out"))
     found = [batch]
     while noise_batch is not None and 2 * found[-1] <= 2 * noise_batch:
         found.append(2 * found[-1])
@@ -228,8 +250,9 @@ def phases_of(
     samples: Sequence[str] | None,
     tokens: Sequence[str] | None,
     rates: Sequence[str] | None = None,
+    peaks: Sequence[str] | None = None,
 ) -> tuple[Phase, ...]:
-    """Return the phases of a training, as ``--model``, ``--batch``, ``--samples`` or ``--tokens``, ``--rate`` say them.
+    """Return the phases of a training, as ``--model``, ``--batch``, ``--samples`` or ``--tokens`` and the measured say them.
 
     One ``--batch`` counts for all phases.
 
@@ -242,11 +265,16 @@ def phases_of(
         fix = "give the samples of a step on all ranks together: --batch 1024"
         raise UsageError(explain("--batch is missing, and which layout is best depends on it", fix=fix))
     option, given = ("--tokens", tokens) if tokens else ("--samples", samples or [])
-    for name, values in (("--batch", batches), (option, given), ("--rate", rates or ())):
+    for name, values in (
+        ("--batch", batches),
+        (option, given),
+        ("--rate", rates or ()),
+        ("--measured-peak", peaks or ()),
+    ):
         if len(values) not in (len(names), 1) and values:
             what = f"{name} is given {len(values)} times for {len(names)} phases (--model)"
             raise UsageError(explain(what, fix="give it once for all, or once for each phase"))
-    for name, values in ((option, given), ("--rate", rates or ())):
+    for name, values in ((option, given), ("--rate", rates or ()), ("--measured-peak", peaks or ())):
         if len(values) == 1 and len(names) > 1:
             raise UsageError(
                 explain(f"{name} is given once for {len(names)} phases", fix="give it once for each phase")
@@ -255,9 +283,37 @@ def phases_of(
     for number, name in enumerate(names):
         model = Transformer.parse(name)
         batch = count("--batch", batches[number if len(batches) > 1 else 0])
-        if batch != int(batch):
-            raise UsageError(explain("--batch is a whole number of samples", value=batch, fix="write --batch 1024"))
+        if batch != int(batch) or batch > MOST_SAMPLES:
+            what = f"--batch is a whole number of samples, up to {MOST_SAMPLES:,}"
+            raise UsageError(explain(what, value=batch, fix="write --batch 1024"))
         num = count(option, given[number]) if given else None
-        rate = count("--rate", rates[number]) if rates else None
-        phases.append(Phase(name, model, int(batch), num if num is None or not tokens else num / model.sequence, rate))
+        rate, _, rate_on = rates[number].partition("@") if rates else ("", "", "")
+        phases.append(
+            Phase(
+                name, model, int(batch), num if num is None or not tokens else num / model.sequence,
+                count("--rate", rate) if rates else None, device(rate_on).name if rate_on else "",
+                _peak(peaks[number]) if peaks else None,
+            )
+        )  # fmt: skip
     return tuple(phases)
+
+
+def _peak(text: str) -> tuple[float, float]:
+    size, at, samples = text.partition("@")
+    if not at:
+        fix = "write --measured-peak 31GiB@16, for micro-batches of 16 samples"
+        raise UsageError(explain("--measured-peak needs the samples of the measured micro-batch", value=text, fix=fix))
+    return parse_size(size, text), count("--measured-peak", samples)
+
+
+def check_rates(phases: Sequence[Phase], names: Iterable[str]) -> None:
+    """Raise if devices differ, and a measured rate does not say on which of them it was measured.
+
+    Raises:
+        UsageError: that is so; the text names the devices.
+    """
+    kinds = list(dict.fromkeys(names))
+    for phase in phases:
+        if phase.rate is not None and not phase.rate_on and len(kinds) > 1:
+            what = f"--rate is of one device, and there are {', '.join(kinds)}"
+            raise UsageError(explain(what, value=phase.rate, fix=f"say of which: --rate {phase.rate:g}@{kinds[0]}"))

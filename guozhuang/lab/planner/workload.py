@@ -15,11 +15,13 @@ from rich.console import Console
 from guozhuang import strategies, units
 from guozhuang.cost.cluster import Cluster
 from guozhuang.cost.describe import parse_size
+from guozhuang.cost.memory import fit
 from guozhuang.cost.prediction import Prediction
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab.contender import Contender, contenders
+from guozhuang.lab.planner import arguments
 from guozhuang.lab.planner.running import versions
-from guozhuang.lab.planner.search import ALIKE, USABLE
+from guozhuang.lab.planner.search import ALIKE
 from guozhuang.lab.planner.training import count
 from guozhuang.lab.predict import arguments as predict_arguments
 from guozhuang.lab.predict.command import perform
@@ -29,6 +31,11 @@ from guozhuang.launch.options.plan_file import TrainingPlan, write_plan
 from guozhuang.records import to_json
 
 _INTERRUPTED = 130
+# Options of the command line that say something of a training that is only described.
+_NOT_HERE = (
+    "tokens", "batch", "budget", "prices", "rate", "measured_peak", "noise_batch", "precision", "flash", "layout", "mtbf",
+    "checkpoint_time", "restart_time",
+)  # fmt: skip
 
 
 def run(found: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
@@ -38,14 +45,14 @@ def run(found: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
         UsageError: an option cannot work, nothing could be predicted, or nothing fits into the memory.
     """
     namespace = _as_predict_has_it(found)
+    if found.top < 1:
+        raise UsageError(explain("--top is a number of rows, at least 1", value=found.top, fix="leave it out"))
     limit = None if found.memory_limit is None else parse_size(found.memory_limit)
     try:
         with ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
             predictions, _, cluster = perform(namespace, Path(scratch), Console(stderr=True), python_path)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    if limit is None and cluster.rank_memory_bytes is not None:
-        limit = cluster.rank_memory_bytes * cluster.ranks_per_node  # of a node, which its ranks share
     rows = sorted((row for row in predictions.rows if row.prediction is not None), key=_slowness)
     if not rows:
         why = predictions.rows[0].problem if predictions.rows else "no strategy was asked for"
@@ -55,7 +62,8 @@ def run(found: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
         least = min(rows, key=lambda row: overflow(row, cluster, limit))
         what = f"{predictions.workload} fits nowhere: {least.name} on {least.num_ranks} ranks misses by least"
         more = units.size(overflow(least, cluster, limit))
-        raise UsageError(explain(what, value=f"{more} too much", fix=f"allow {more} more a node, or take more nodes"))
+        whose = _whose(limit)
+        raise UsageError(explain(what, value=f"{more} too much", fix=f"allow {more} more {whose}, or take more nodes"))
     chosen = choose(fitting)
     assert chosen.prediction is not None
     plan = plan_of(chosen, cluster, namespace.threads_per_rank)
@@ -84,6 +92,7 @@ def _as_predict_has_it(found: argparse.Namespace) -> argparse.Namespace:
     """Return the options of ``guozhuang predict`` that this command line means."""
     namespace = predict_arguments.parser().parse_args([])
     shared = {name: value for name, value in vars(found).items() if name in vars(namespace) and value is not None}
+    shared.pop("out", None)  # ours is a plan, not the folder of a report
     shared |= {"model": found.model[0]} if found.model else {}
     shared |= {"on": found.on[0]} if found.on else {}
     shared |= {"samples": count("--samples", found.samples[0])} if found.samples else {}
@@ -93,15 +102,12 @@ def _as_predict_has_it(found: argparse.Namespace) -> argparse.Namespace:
             raise UsageError(
                 explain(f"with --workload {option} is given once", value=", ".join(value), fix="plan each alone")
             )
-    for option, value in (
-        ("--tokens", found.tokens),
-        ("--batch", found.batch),
-        ("--budget", found.budget),
-        ("--rate", found.rate),
-    ):
-        if value is not None:
+    plain = arguments.parser().parse_args([])
+    for name in _NOT_HERE:
+        if getattr(found, name) != getattr(plain, name):
+            what = f"--{name.replace('_', '-')} is for --model without --workload"
             fix = "leave it out; --batch-size gives the samples of a rank's step"
-            raise UsageError(explain(f"{option} is for --model without --workload", value=value, fix=fix))
+            raise UsageError(explain(what, value=getattr(found, name), fix=fix))
     if found.strategy is not None:
         shared["strategies"] = found.strategy
     vars(namespace).update(shared)
@@ -114,13 +120,27 @@ def _slowness(row: Row) -> float:
 
 
 def overflow(row: Row, cluster: Cluster, limit: float | None) -> float:
-    """Return by how many bytes the ranks of a node need more than may be filled; at most 0 if they fit, or that is unknown."""
+    """Return by how many bytes a row may need more than may be filled; at most 0 if it fits, or that is unknown.
+
+    Args:
+        row: what was predicted.
+        cluster: where.
+        limit: memory of a rank; None: the memory of a device, or of a node, which its ranks share.
+    """
     memory = row.prediction.memory_bytes if row.prediction is not None else None
-    if limit is None or memory is None:
-        return 0.0
     part = cluster.with_ranks(row.num_ranks)
     on_one = row.num_ranks if part.shares_host else part.ranks_per_node
-    return on_one * memory - USABLE * limit
+    if limit is None:
+        limit = part.device.memory_bytes if part.device is not None else part.node_memory_bytes
+        memory = memory and memory * (1 if part.device is not None else on_one)
+    if limit is None or memory is None:
+        return 0.0
+    found = fit(memory, limit)
+    return found.high_bytes - found.usable_bytes
+
+
+def _whose(limit: float | None) -> str:
+    return "a node" if limit is None else "a rank"
 
 
 def choose(fitting: Sequence[Row]) -> Row:
@@ -178,7 +198,7 @@ def why_not(row: Row, chosen: Row, cluster: Cluster, limit: float | None) -> str
     assert row.prediction is not None and chosen.prediction is not None
     missing = overflow(row, cluster, limit)
     if missing > 0:
-        return f"runs out of memory by {units.size(missing)} a node"
+        return f"runs out of memory by {units.size(missing)} {_whose(limit)}"
     if not _entry(row).trains:
         return "a bound on speed, not a way to train"
     ratio = chosen.prediction.samples_per_s / row.prediction.samples_per_s
