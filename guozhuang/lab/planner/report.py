@@ -152,9 +152,10 @@ def _show_front(
     front = front_of(searched, number)
     top = asked_for.top
     if all(one is not best for one, _ in front[:top]):
-        per_second = chosen.money_per_second
-        mine = (best, None if per_second is None else per_second / best.samples_per_s)
-        front = [mine, *(row for row in front if row[0] is not best)]
+        rent_of_best = None if chosen.money_per_second is None else chosen.money_per_second / best.samples_per_s
+        alike = (best.arrangement._replace(cap_mb=0.0), best.cluster.name)
+        others = (row for row in front if (row[0].arrangement._replace(cap_mb=0.0), row[0].cluster.name) != alike)
+        front = [(best, rent_of_best), *others]
     rent = "" if prices is None or not prices.rents else f"{prices.currency} a million"
     headings = ("", "layout", "micro-batches", "step", "samples/s", rent, "MFU", "memory", "idle", "ranks", "")
     title = f"Fastest for their memory{' and money' if rent else ''} (Pareto)"
@@ -167,7 +168,7 @@ def _show_front(
         mfu = None if peak is None else phase.model.mfu(one.samples_per_s, ranks, peak)
         table.add_row(
             "*" if one is best else "", reasons.described(one.arrangement), reasons.settings(one.arrangement),
-            units.duration(one.step_s), units.rate(one.samples_per_s), "" if not rent else _money(money and money * 1e6),
+            units.duration(one.step_s), units.rate(one.samples_per_s), "" if money is None else f"{1e6 * money:,.2f}",
             units.percent(mfu), units.size(one.memory_bytes),
             units.percent(max(0.0, one.parts.get("bubble", 0.0)) / one.step_s),
             f"{ranks} of {one.cluster.name}" if len(searched) > 1 else str(ranks), mark(one.arrangement),
