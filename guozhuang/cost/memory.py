@@ -17,7 +17,7 @@ GIB = 2.0**30
 
 
 @dataclass(frozen=True)
-class Precision:
+class NumberBytes:
     """What is kept in how many bytes, for Adam.
 
     Attributes:
@@ -46,10 +46,10 @@ class Precision:
 #: products in 16, norms and softmax in 32. "mixed" has weights of 16 bits and an optimizer with a copy in 32, as Megatron-LM
 #: and DeepSpeed do; "mixed-fp32" adds up gradients in 32 bits beside it.
 PRECISIONS = {
-    "autocast": Precision(4.0, 4.0, 8.0, casts=2.0, residual=4.0, score=7.0, logit=14.0),
-    "fp32": Precision(4.0, 4.0, 8.0, residual=4.0, operand=4.0, score=9.0, logit=16.0),
-    "mixed": Precision(2.0, 2.0, 12.0),
-    "mixed-fp32": Precision(2.0, 4.0, 12.0),
+    "autocast": NumberBytes(4.0, 4.0, 8.0, casts=2.0, residual=4.0, score=7.0, logit=14.0),
+    "fp32": NumberBytes(4.0, 4.0, 8.0, residual=4.0, operand=4.0, score=9.0, logit=16.0),
+    "mixed": NumberBytes(2.0, 2.0, 12.0),
+    "mixed-fp32": NumberBytes(2.0, 4.0, 12.0),
 }
 #: Bytes of a parameter that the state of an optimizer takes, without a copy of the weights.
 OPTIMIZERS = {"adam": 8.0, "momentum": 4.0, "sgd": 0.0}
@@ -98,7 +98,7 @@ class MemoryUse:
         return sum(self.parts.values())
 
 
-def precision_of(name: str) -> Precision:
+def precision_of(name: str) -> NumberBytes:
     """Return the precision of that name.
 
     Raises:

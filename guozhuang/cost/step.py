@@ -171,16 +171,9 @@ class _Links:
 
 
 def check_layout(
-    model: Transformer,
-    *,
-    tensor: int,
-    pipeline: int,
-    data: int,
-    interleave: int,
-    micro_batch: int,
-    global_batch: int,
+    model: Transformer, *, tensor: int, pipeline: int, data: int, interleave: int, micro_batch: int, global_batch: int,
     num_ranks: int,
-) -> int:
+) -> int:  # fmt: skip
     """Return the number of micro-batches of a step, or refuse a layout that cannot be.
 
     Raises:
@@ -261,15 +254,9 @@ def step(
     """
     c = A100 if coefficients is None else coefficients
     micro_batches = check_layout(
-        model,
-        tensor=tensor,
-        pipeline=pipeline,
-        data=data,
-        interleave=interleave,
-        micro_batch=micro_batch,
-        global_batch=global_batch,
-        num_ranks=cluster.num_ranks,
-    )
+        model, tensor=tensor, pipeline=pipeline, data=data, interleave=interleave, micro_batch=micro_batch,
+        global_batch=global_batch, num_ranks=cluster.num_ranks,
+    )  # fmt: skip
     if recompute not in RECOMPUTE or sharding not in (0, 1, 2, 3):
         raise _refuse("recompute is none, selective or full; sharding is 0 to 3", (recompute, sharding))
     device = cluster.device
@@ -365,13 +352,9 @@ def step(
         "optimizer": optimizer,
     }
     seen = {
-        "hidden": model.hidden,
-        "sequence": model.sequence,
-        "micro_batch": micro_batch,
-        "devices": cluster.num_ranks,
-        "tensor": tensor,
-        "pipeline": pipeline,
-    }
+        "hidden": model.hidden, "sequence": model.sequence, "micro_batch": micro_batch, "devices": cluster.num_ranks,
+        "tensor": tensor, "pipeline": pipeline,
+    }  # fmt: skip
     widened = [
         f"{name} {seen[name]:g} was not measured (from {low:g} to {high:g})"
         for name, low, high in c.ranges
@@ -434,32 +417,10 @@ def fit(measured: Sequence[MeasuredStep], device: str = "") -> Coefficients:
     return dataclasses.replace(found, ranges=ranges, device=device)
 
 
-#: Fitted to 80 measured steps on A100, of 1 to 64 nodes: ``python -m benchmarks.published --fit FILE`` prints them.
+#: Fitted to 80 measured steps on A100, of 1 to 64 nodes; ``python -m benchmarks.published --calibration FILE --fit`` prints it.
 A100 = Coefficients(
-    matmul=0.908,
-    narrow=70.7,
-    short=354.0,
-    memory=0.681,
-    scores=14.6,
-    inside=0.953,
-    between=0.862,
-    latencies=13.4,
-    host_s=0.982e-3,
-    host_tensor=0.0902,
-    micro_batch_s=2.66e-3,
-    stage_s=0.483e-3,
-    logits=3.34,
-    stages=0.384,
-    data=0.529,
-    optimizer=1.41,
-    fixed_s=5.45e-3,
-    ranges=(
-        ("hidden", 1024, 12288),
-        ("sequence", 1024, 2048),
-        ("micro_batch", 1, 64),
-        ("devices", 2, 512),
-        ("tensor", 1, 16),
-        ("pipeline", 1, 32),
-    ),
-    device="A100-80",
-)
+    matmul=0.908, narrow=70.7, short=354.0, memory=0.681, scores=14.6, inside=0.953, between=0.863, latencies=13.4,
+    host_s=0.982e-3, host_tensor=0.0902, micro_batch_s=2.65e-3, stage_s=0.483e-3, logits=3.34, stages=0.383, data=0.53,
+    optimizer=1.41, fixed_s=5.42e-3, ranges=(("hidden", 1024, 12288), ("sequence", 1024, 2048), ("micro_batch", 1, 64),
+    ("devices", 2, 512), ("tensor", 1, 16), ("pipeline", 1, 32),), device="A100-80",
+)  # fmt: skip
