@@ -58,7 +58,6 @@ class Registry:
     Attributes:
         on_pause: called between two steps, if an optimizer has stepped; None: nothing acts there.
         on_loader: called with each new loader; None: nothing acts there.
-        on_clip: called when ``gz.clip_grad_norm_`` has clipped averaged gradients; None: nothing acts there.
         has_stepped: whether an optimizer has stepped since the last pause.
         num_steps: how often optimizers have stepped.
         data_share: the number of this rank's share of the data, and how many shares there are; None outside of a world.
@@ -67,7 +66,6 @@ class Registry:
     def __init__(self) -> None:
         self.on_pause: Callable[[], None] | None = None
         self.on_loader: Callable[[Any], None] | None = None
-        self.on_clip: Callable[[], None] | None = None
         self.has_stepped = False
         self.num_steps = 0
         self.data_share: tuple[int, int] | None = None
@@ -115,7 +113,7 @@ class Registry:
 
     def clear(self) -> None:
         """Forget everything, because the world was left in which it was made."""
-        self.on_pause = self.on_loader = self.on_clip = None
+        self.on_pause = self.on_loader = None
         self.has_stepped = False
         self._leader = None
         self._trained, self._loaders = [], []

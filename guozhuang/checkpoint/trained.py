@@ -298,8 +298,10 @@ def _load_optimizer(module: nn.Module, optimizer: Optimizer, saved: Mapping[str,
     # Copies: torch keeps tensors of the state that it is given, and these belong to a mapped file.
     optimizer.load_state_dict({**saved["rest"], "state": copied(state), "param_groups": groups})
     # ``torch`` casts floating-point states to the parameter's dtype; a state in float32 of bfloat16 weights must stay so.
-    for name, values in saved["state"].items() if not hasattr(optimizer, "carrier") else ():
-        kept: Any = optimizer.state.get(parameters[name]) if name in parameters else None
+    whole: Any = getattr(optimizer, "inner", None) if getattr(optimizer, "is_resting", False) else optimizer
+    held: Any = {} if hasattr(whole, "carrier") else whole.state
+    for name, values in saved["state"].items():
+        kept: Any = held.get(parameters[name]) if name in parameters else None
         for key, value in values.items() if kept else ():
             if isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and kept[key].dtype != value.dtype:
                 like = value if kept[key].shape == value.shape else _part_like(parameters[name], value)
@@ -321,7 +323,11 @@ def _exchange_state(model: Any, optimizer: Any) -> dict[str, Any]:
 
 def _owner(model: Any, optimizer: Any) -> Any:
     """Return the object that saves the exchange's state: the sharded optimizer, also of a divided model, or the wrapper."""
-    return next((each for each in (optimizer, model) if hasattr(type(each), "exchange_state_dict")), None)
+    averages = getattr(
+        getattr(optimizer, "carrier", None), "averages", True
+    )  # else the wrapper does, and has the state
+    owners = (optimizer, model) if averages else (model,)
+    return next((each for each in owners if hasattr(type(each), "exchange_state_dict")), None)
 
 
 def _load_exchange(model: Any, optimizer: Any, saved: Mapping[str, Any], same_run: bool) -> str:

@@ -111,7 +111,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, o
 
     Where a sharded optimizer averages gradients at its step, it does so now, and the parts of this rank are clipped.
     """
-    sharded: list[Any] = [each for each in optimizers if hasattr(each, "collect")]
+    sharded: list[Any] = [each for each in optimizers if hasattr(each, "carrier") and each.carrier.averages]
     for optimizer in sharded:
         optimizer.collect()
         for part in optimizer.carrier.weights:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ..errors import UsageError, explain
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_STATE_HOOKS = (
+STATE_HOOKS = (
     *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
     *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
 )
@@ -55,7 +55,7 @@ class WrappedOptimizer(Optimizer):
         """
         # Optimizer.__init__ is not called: it would create groups and state separate from those of ``inner``.
         self.inner, self.defaults, self._is_stepping = inner, inner.defaults, False
-        for name in (*_STEP_HOOKS, *_STATE_HOOKS):
+        for name in (*_STEP_HOOKS, *STATE_HOOKS):
             setattr(self, name, getattr(inner, name))  # the same dictionary, so that the user's handles still work
             if moves_state_hooks or name in _STEP_HOOKS:
                 setattr(inner, name, OrderedDict())

@@ -41,10 +41,12 @@ class Carrier(ABC):
             has the parameter's shape if the block is whole; else it is 1-dimensional, padding included (its values and
             gradients stay zeros).
         is_collected: whether ``collect`` was called, and neither ``publish`` nor ``skip`` after it.
+        averages: whether it averages gradients. If not, ``p.grad`` holds averages, and no :class:`Arrival` is registered.
         exchanging: the reducer, if the user has chosen the exchange of gradients; its state belongs to a checkpoint.
     """
 
     exchanging: StepReducer | None = None
+    averages = True
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Carrier(ABC):
         self._kept: list[Tensor | None] = []  # each parameter's ``grad`` at the time of ``collect``
         self._make_blocks()
         self._handles: list[Any] = [
-            p.register_post_accumulate_grad_hook(Arrival(self, i)) for i, p in enumerate(parameters)
+            p.register_post_accumulate_grad_hook(Arrival(self, i)) for i, p in enumerate(parameters) if self.averages
         ]
 
     # ---- methods that the sharded optimizer calls in a step -------------------------------------------------------------

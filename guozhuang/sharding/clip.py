@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import UsageError, explain
-from ..registry import registry
 from .carrier import Arrival, Carrier, arrival_of
 from .whole import division_if_any, is_dtensor
 
@@ -56,10 +55,7 @@ def clip_grad_norm_(
         )
     if any(is_dtensor(p) for p in chosen):
         return _clip_distributed(chosen, max_norm, float(norm_type), error_if_nonfinite, foreach)
-    found = nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
-    if registry.on_clip is not None:
-        registry.on_clip()
-    return found
+    return nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 def _clip_parts(hooks: Sequence[Arrival], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree
 from typing_extensions import override
 
@@ -32,7 +32,7 @@ from ..gradients.step_reducer import StepReducer
 from ..groups.allocation import zeros_for
 from ..world.versions import all_gather_single
 from .carrier import Carrier, put_back
-from .parts import BucketLayout
+from .parts import BucketLayout, FlatBucket
 from .scatter import KeepPart, Scatter
 
 
@@ -126,16 +126,7 @@ class GatheredCarrier(Carrier):
         if self._sent[bucket] or self._unused.issuperset(self.layout.buckets[bucket].parameters):
             return
         layout, flat = self.layout.buckets[bucket], self._flats[bucket]
-        if layout.is_whole:  # slices of any size: each owner sends its own
-            sent = [
-                dist.broadcast(part, group=self.group, group_src=owner, async_op=True)
-                for owner, part in enumerate(flat.split(layout.slice_sizes))
-                if part.numel()
-            ]
-            self._sent[bucket] = Several([work for work in sent if work is not None])
-            return
-        low, high = layout.slice_of(self._rank)
-        self._sent[bucket] = all_gather_single(flat, flat[low:high], group=self.group, async_op=True)
+        self._sent[bucket] = send_slices(layout, flat, self.group)
 
     @override
     def _publish(self) -> None:
@@ -164,6 +155,20 @@ class GatheredCarrier(Carrier):
     def synchronize(self) -> None:
         while self._gatherings:
             self._gatherings.pop().finish()
+
+
+def send_slices(bucket: FlatBucket, flat: Tensor, group: dist.ProcessGroup) -> Work:
+    """Start to send each rank's slice of a bucket's flat tensor to all ranks, in place. Every rank must call it."""
+    if bucket.is_whole:  # slices of any size: each owner sends its own
+        sent = [
+            dist.broadcast(part, group=group, group_src=owner, async_op=True)
+            for owner, part in enumerate(flat.split(bucket.slice_sizes))
+            if part.numel()
+        ]
+        return Several([work for work in sent if work is not None])
+    low, high = bucket.slice_of(group.rank())
+    work: Work = all_gather_single(flat, flat[low:high], group=group, async_op=True)
+    return work
 
 
 _FREE = (

@@ -72,8 +72,6 @@ class ShardedOptimizer(WrappedOptimizer):
         self._saved_exchange: Mapping[str, Any] = {}
         self._are_whole = needs_whole_tensors(inner)
         self._is_layerwise = isinstance(inner, LayerwiseOptimizer)
-        if isinstance(inner, LayerwiseOptimizer):
-            inner.wholes = _WholesOfBlocks(self)
         # A subclass may do more in step(), such as count its calls, so its step() is called once for all blocks.
         self._steps_in_parts = steps_as_torch(type(inner))
         self.carrier: Carrier
@@ -351,6 +349,8 @@ class ShardedOptimizer(WrappedOptimizer):
         ]
         layout = lay_out(members, self.group.size())
         self._parameters = [p for _, p in chosen]
+        if isinstance(self.inner, LayerwiseOptimizer):
+            self.inner.wholes = Wholes() if self._is_later else _WholesOfBlocks(self)
         self._index_of = {id(p): i for i, p in enumerate(self._parameters)}
         self._is_cut = any((d := division_of(p)) is not None and d.dim is not None for p in self._parameters)
         self._known = self._signature()

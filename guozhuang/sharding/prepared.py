@@ -36,7 +36,6 @@ def shard(
     overlap_gather: bool = True,
     exchange: GradientExchange[Any] | None = None,
     has_stages: bool = False,
-    begins_at_rest: bool = False,
 ) -> tuple[nn.Module, ShardedOptimizer]: ...
 
 
@@ -62,7 +61,6 @@ def shard(
     overlap_gather: bool = True,
     exchange: GradientExchange[Any] | None = None,
     has_stages: bool = False,
-    begins_at_rest: bool = False,
 ) -> tuple[nn.Module, ShardedOptimizer | tuple[ShardedOptimizer, ...]]:
     """Let each rank of a group step its part of the weights with the user's own optimizer. Every rank must call it.
 
@@ -82,8 +80,6 @@ def shard(
             rank then holds all weights. Gradients are sent at the step, unless the method is ``repeatable``.
         has_stages: the model is a pipeline, whose stages are chosen later: the caller then calls ``begin()`` of the returned
             optimizers, ``carrier.backward_ended()`` after each backward, and makes buffers equal.
-        begins_at_rest: divide nothing yet, and return a :class:`~guozhuang.sharding.resting.RestingOptimizer`; the caller makes
-            buffers equal.
 
     Returns:
         The model itself (with SyncBatchNorm parts that work on CPU), and the optimizer to use in place of the user's; for
@@ -108,12 +104,12 @@ def shard(
         raise UsageError(explain("exchange takes a GradientExchange", value=exchange, fix=fix))
     for each in optimizers:
         needs_whole_tensors(each)
-    _check_parameters(model, optimizers)
+    check_parameters(model, optimizers)
     warn_of_forgotten(model, optimizers)
     if all(p.device.type == "cpu" for p in model.parameters()):
         model = use_on_cpu(model)
     start_equal(model, group)
-    if not has_stages and not begins_at_rest:
+    if not has_stages:
         model.register_forward_pre_hook(EqualBuffers(model, group))
     ranks = group
 
@@ -130,12 +126,7 @@ def shard(
                 return SharedCarrier(model, names, parameters, layout, ranks, not has_stages)
         return GatheredCarrier(model, names, parameters, layout, ranks, overlap_gather, exchange, not has_stages)
 
-    kind: type[ShardedOptimizer] = ShardedOptimizer
-    if begins_at_rest:
-        from .resting import RestingOptimizer  # imported only when needed
-
-        kind = RestingOptimizer
-    made = tuple(kind(model, each, group, make_carrier, has_stages or begins_at_rest) for each in optimizers)
+    made = tuple(ShardedOptimizer(model, each, group, make_carrier, has_stages) for each in optimizers)
     return model, made[0] if isinstance(optimizer, Optimizer) else made
 
 
@@ -162,7 +153,8 @@ class EqualBuffers:
         return NoHook, ()
 
 
-def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raise UsageError if the parameters of these optimizers cannot be divided; see :func:`shard`."""
     name_of = {id(p): name for name, p in model.named_parameters()}
     held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     if twice := sorted({name_of.get(i, "?") for i, count in Counter(map(id, held)).items() if count > 1}):
