@@ -24,8 +24,8 @@ from guozhuang.strategies.ways import Setup, ddp
 from guozhuang.world import World
 from tests.threads.ranks import GENERATOR, run_threads
 
-NUM_STEPS = 45  # in which the first six blocks end
-LATE = 30  # a step after the race
+NUM_STEPS = 50  # in which the two rounds of three contenders end
+LATE = 40  # a step after the race of two contenders
 
 
 class OrderedRace(Race):
@@ -109,7 +109,6 @@ class Loop:
     """A training loop; a subclass says what its script does otherwise."""
 
     kind: type[nn.Module] = Model
-    needs_zeros = True
 
     def __init__(self, model: Any, optimizer: Any, generator: torch.Generator, rank: int, size: int) -> None:
         self.model, self.optimizer, self.generator, self.rank, self.size = model, optimizer, generator, rank, size
@@ -121,10 +120,13 @@ class Loop:
     def between(self, step: int) -> None:
         """Do something between backward and step."""
 
-    def backward(self, scale: float = 1.0) -> Tensor:
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def backward(self) -> Tensor:
         x = torch.randn(4 * self.size, 7, generator=self.generator)[self.rank :: self.size]
-        loss: Tensor = self.model(x).square().mean() * scale
-        loss.backward()
+        loss: Tensor = self.model(x).square().mean()
+        self.scaled(loss).backward()
         return loss
 
     def step(self, step: int) -> None:
@@ -223,8 +225,14 @@ class Scaled(Loop):
     def begin(self) -> None:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
 
+        self.factor = 1.0
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return self.scaler.scale(loss) * self.factor  # type: ignore[no-any-return]
+
     def step(self, step: int) -> None:
-        self.backward(float("inf") if step in (4, 13, 33) else self.scaler.get_scale())
+        self.factor = float("inf") if step in (4, 13, 43) else 1.0
+        self.backward()
         if step % 2:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.parameters, 0.1)
@@ -307,8 +315,8 @@ def test_the_training_is_that_of_ddp_in_every_bit(
         for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             if size == 2 and name not in ("lamb", "lars"):
                 assert torch.equal(a, b), f"value {step}, apart by {(a - b).abs().max()}"
-            else:  # the order of sums may be another one
-                torch.testing.assert_close(a, b)
+            else:  # gradients, or norms of parameters, are sums in another order
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     won = "ddp with a divided step" if nodes == 1 else "ddp with buckets of 4 MiB"
     assert f"strategy auto: {won}" in ordered() and ordered().count("strategy auto") == 1
     assert ("every rank" in ordered()) == (nodes == 1)
@@ -352,6 +360,11 @@ class ReadsState(Loop):
         assert step == 0 or self.optimizer.state[self.parameters[0]]
 
 
+class ReadsStateLate(Loop):
+    def between(self, step: int) -> None:
+        assert step < LATE or self.optimizer.state
+
+
 class Hooked(Loop):
     def begin(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -382,10 +395,8 @@ def test_the_step_stays_whole_where_dividing_it_would_train_otherwise(
     assert "strategy auto: ddp" in ordered() and said in ordered()
 
 
-@pytest.mark.parametrize(("loop", "said"), [(LocalLate, "no_sync"), (type("", (ReadsState,), {}), "state_dict")])
+@pytest.mark.parametrize(("loop", "said"), [(LocalLate, "no_sync"), (ReadsStateLate, "state_dict")])
 def test_what_comes_late_raises_before_it_acts(loop: type[Loop], said: str, ordered: Callable[[], str]) -> None:
-    if issubclass(loop, ReadsState):
-        loop.between = lambda self, step: step >= LATE and self.optimizer.state  # type: ignore[assignment,method-assign]
     with pytest.raises(AssertionError, match=said):
         run_threads(steps(loop, NUM_STEPS), 2)
 
@@ -440,7 +451,9 @@ def test_a_contender_that_fails_on_all_ranks_is_dropped_and_nothing_changes(orde
     plain = run_threads(train, 2, ddp, "adamw", Loop, 1)
     with mock.patch("guozhuang.sharding.resting.zeros_for", fail_later(fail)):
         raced = run_threads(train, 2, auto.prepare_auto, "adamw", Loop, 1)
-    assert all(torch.equal(a, b) for mine, theirs in zip(raced, plain, strict=True) for a, b in zip(mine, theirs, strict=True))
+    assert all(
+        torch.equal(a, b) for mine, theirs in zip(raced, plain, strict=True) for a, b in zip(mine, theirs, strict=True)
+    )
     assert "strategy auto: ddp: no difference" in ordered() and "no memory left" in ordered()
 
 
