@@ -54,6 +54,12 @@ class Model(nn.Module):
         return found
 
 
+class Unnormalized(Model):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.parts = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5))
+
+
 class OneWeight(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -257,6 +263,10 @@ class One(Loop):
     kind = OneWeight
 
 
+class Normless(Loop):  # a bias before a normalization has a gradient of rounding errors, which these optimizers magnify
+    kind = Unnormalized
+
+
 def train(rank: int, size: int, prepare: Any, name: str, loop: type[Loop], nodes: int) -> list[Tensor]:
     """Train; return all weights, running statistics and now and then the optimizer's state, each as one vector."""
     model, optimizer = made(name, loop.kind)
@@ -283,8 +293,8 @@ def train(rank: int, size: int, prepare: Any, name: str, loop: type[Loop], nodes
         (2, "groups", Loop, 1),
         (2, "part", Loop, 1),
         (2, "muon", Loop, 1),
-        (2, "lamb", Loop, 1),
-        (2, "lars", Loop, 1),
+        (2, "lamb", Normless, 1),
+        (2, "lars", Normless, 1),
         (3, "momentum", Accumulated, 1),
         (4, "adamw", One, 1),
         (2, "adamw", TwoForwards, 1),
@@ -316,7 +326,7 @@ def test_the_training_is_that_of_ddp_in_every_bit(
             if size == 2 and name not in ("lamb", "lars"):
                 assert torch.equal(a, b), f"value {step}, apart by {(a - b).abs().max()}"
             else:  # gradients, or norms of parameters, are sums in another order
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     won = "ddp with a divided step" if nodes == 1 else "ddp with buckets of 4 MiB"
     assert f"strategy auto: {won}" in ordered() and ordered().count("strategy auto") == 1
     assert ("every rank" in ordered()) == (nodes == 1)
@@ -326,7 +336,7 @@ def steps(loop: type[Loop], num_steps: int, **more: Any) -> Callable[[int, int],
     """Return a function of a rank that makes some steps under auto."""
 
     def run(rank: int, size: int) -> Any:
-        model, optimizer = prepared(auto.prepare_auto, rank, size, *made("adamw"), **more)
+        model, optimizer = prepared(auto.prepare_auto, rank, size, *made("adamw", loop.kind), **more)
         going = loop(model, optimizer, torch.Generator().manual_seed(5), rank, size)
         for step in range(num_steps):
             going.step(step)
@@ -425,7 +435,7 @@ def test_the_ranks_of_a_given_group_race_alone(ordered: Callable[[], str]) -> No
 @pytest.mark.parametrize("step", [5, 12, LATE])
 def test_join_makes_the_step_whole_at_any_time(step: int, ordered: Callable[[], str]) -> None:
     def run(rank: int, size: int) -> Any:
-        model, optimizer, _ = steps(Loop, step)(rank, size)
+        model, optimizer, _ = steps(Normless, step)(rank, size)
         with model.join():
             for _ in range(3 + rank):
                 model(torch.ones(2, 7)).mean().backward()
@@ -433,15 +443,9 @@ def test_join_makes_the_step_whole_at_any_time(step: int, ordered: Callable[[], 
                 optimizer.zero_grad()
         return optimizer.is_resting, torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    with mock.patch.object(Model, "__init__", plain_layers):
-        found = run_threads(run, 2)
+    found = run_threads(run, 2)
     assert all(is_resting for is_resting, _ in found)
     assert "inside join()" in ordered()
-
-
-def plain_layers(self: Model) -> None:
-    nn.Module.__init__(self)
-    self.parts = nn.Sequential(nn.Linear(7, 33), nn.Linear(33, 5))
 
 
 def test_a_contender_that_fails_on_all_ranks_is_dropped_and_nothing_changes(ordered: Callable[[], str]) -> None:
