@@ -63,6 +63,10 @@ class AveragedCarrier(Carrier):
         allocate = zeros_for(group)
         flats = [allocate(b.num_elements, b.dtype, b.device) for b in layout.buckets]
         self._places = [view_in(flats[b], offset, p) for p, (b, offset) in zip(parameters, layout.places, strict=True)]
+        # This rank's slice of each bucket's gradients; padding stays zeros.
+        self._slices = [
+            flat.new_zeros(b.slice_sizes[group.rank()]) for b, flat in zip(layout.buckets, flats, strict=True)
+        ]
         self._sent: list[Work] = []
         super().__init__(names, parameters, layout, group, flats)
 
@@ -93,7 +97,7 @@ class AveragedCarrier(Carrier):
         """Take over each bucket's weights and gradients, and send its new weights while the next bucket is stepped."""
         for bucket in self.layout.buckets:
             (low, high), flat = bucket.slice_of(self._rank), self._flats[bucket.index]
-            gradients = torch.zeros(high - low, dtype=flat.dtype, device=flat.device)
+            gradients = self._slices[bucket.index]
             into, taken = list[Tensor](), list[Tensor]()
             for piece in self.layout.pieces_in(bucket, low, high):
                 parameter, size = self.parameters[piece.parameter], piece.end - piece.start

@@ -25,7 +25,7 @@ NUM_EPOCHS, SAVED_AT = 3, 4
 EXACT = ("ddp", "sharded")
 SOME = ("ddp", "sharded", "diloco")
 MORE = (
-    *("sharded-weights", "dithering", "decentralized-pairs", "qadam", "none"),
+    *("auto", "sharded-weights", "dithering", "decentralized-pairs", "qadam", "none"),
     *(
         "sharded-gradients",
         "sharded-quantize8",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -430,6 +431,24 @@ def test_the_ranks_of_a_given_group_race_alone(ordered: Callable[[], str]) -> No
     found = run_threads(run, 4)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and torch.equal(found[2], found[3])
     assert ordered().count("divided step") == 2
+
+
+@pytest.mark.parametrize("prepare", [auto.prepare_auto, ddp])
+@pytest.mark.parametrize("step", [12, LATE])
+def test_a_checkpoint_of_a_divided_step_goes_on_in_any_run(step: int, prepare: Any, ordered: Callable[[], str]) -> None:
+    def run(rank: int, size: int) -> None:
+        model, optimizer, _ = steps(Normless, step)(rank, size)
+        assert not optimizer.is_resting
+        again, stepped = prepared(prepare, rank, size, *made("adamw", Unnormalized))
+        again.load_state_dict(copy.deepcopy(model.state_dict()))
+        stepped.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each, by in ((model, optimizer), (again, stepped)):
+            loop = Normless(each, by, torch.Generator().manual_seed(7), rank, size)
+            for number in range(20):
+                loop.step(number)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+    run_threads(run, 2)
 
 
 @pytest.mark.parametrize("step", [5, 12, LATE])
