@@ -12,6 +12,26 @@ DEFAULT_ROUNDS = 3
 DEFAULT_CPU_RANKS = 2
 
 
+def add_workload(group: argparse._ArgumentGroup) -> None:
+    """Add ``--workload`` to a group of options; the options of the workloads themselves are added to the parser."""
+    group.add_argument(
+        "--workload",
+        default="text",
+        metavar="NAME",
+        help="text, synthetic, or module:function of your own that returns a Workload (default: text)",
+    )
+
+
+def add_threads(group: argparse._ArgumentGroup) -> None:
+    """Add ``--threads-per-rank`` to a group of options."""
+    group.add_argument("--threads-per-rank", type=int, metavar="N", help="default: the cores divided by the ranks")
+
+
+def add_device(group: argparse._ArgumentGroup) -> None:
+    """Add ``--device`` to a group of options."""
+    group.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is any")
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of ``guozhuang compare``."""
     made = argparse.ArgumentParser(
@@ -35,20 +55,15 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--groups", type=int, default=1, metavar="K", help="process groups that take buckets in turn (default: 1)"
     )
-    what.add_argument(
-        "--workload",
-        default="text",
-        metavar="NAME",
-        help="text, synthetic, or module:function of your own that returns a Workload (default: text)",
-    )
+    add_workload(what)
     what.add_argument(
         "--ranks",
         type=int,
         metavar="N",
         help=f"ranks that share the global batch (default: one for each CUDA device, {DEFAULT_CPU_RANKS} on CPUs)",
     )
-    what.add_argument("--threads-per-rank", type=int, metavar="N", help="default: the cores divided by the ranks")
-    what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is any")
+    add_threads(what)
+    add_device(what)
     how = made.add_argument_group("how it is measured")
     how.add_argument("--steps", type=int, metavar="N", help=f"measured steps of a run (default: {DEFAULT_STEPS})")
     how.add_argument(

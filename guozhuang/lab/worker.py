@@ -33,12 +33,11 @@ from guozhuang.exchange.noise_scale import NoiseMeter, NoiseScale
 from guozhuang.lab import measure
 from guozhuang.lab.planner.fake.traces import record_trace
 from guozhuang.lab.results import Phases, RankRecord
-from guozhuang.lab.tune.knobs import fuse
 from guozhuang.records import build, to_json, write_text
 from guozhuang.sharding.whole import full, full_weights, is_divided
 from guozhuang.timeline import Timeline
 from guozhuang.workloads import Workload, load
-from guozhuang.workloads.base import to_device
+from guozhuang.workloads.base import fuse, to_device
 
 # The noise scale is measured after the run, from so many backwards at most; a mean over them that forgets none.
 _NOISE_STEPS, _NOISE_SMOOTHING = 20, 0.99

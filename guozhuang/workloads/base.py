@@ -83,3 +83,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+def fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer update all parameters in one kernel, as if it had been made with ``fused=True``.
+
+    Raises:
+        UsageError: the optimizer has no such form.
+    """
+    if "fused" not in optimizer.defaults:
+        what = "this optimizer has no fused form"
+        raise UsageError(explain(what, value=type(optimizer).__name__, fix="leave the knob `fused` out"))
+    for group in optimizer.param_groups:
+        group.update(fused=True, foreach=None)
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]

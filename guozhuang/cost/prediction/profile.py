@@ -47,17 +47,6 @@ class GradientTime:
 
 
 @dataclass(frozen=True)
-class UnitTime:
-    """One layer of the model, in the order of their calls: seconds of a forward and a backward, and bytes of its output."""
-
-    name: str
-    forward_s: float
-    backward_s: float
-    output_bytes: int
-    parameter_bytes: int
-
-
-@dataclass(frozen=True)
 class Crowding:
     """The same step on several processes of one machine at a time, which do not communicate.
 
@@ -112,7 +101,6 @@ class Profile:
         batch_size: samples of a rank's step, if a prediction asks for no other.
         batches: the step of one process at two or more batch sizes, in their order.
         gradients: every trainable parameter, in the order in which gradients were ready.
-        units: layers in the order of their calls.
         crowding: the same step on 1, 2, ... processes at a time.
         collectives: what collectives cost on this machine.
         traces: what one rank of a strategy does, by :func:`trace_name`; recorded in a fake world.
@@ -129,7 +117,6 @@ class Profile:
     batch_size: int
     batches: tuple[BatchTime, ...]
     gradients: tuple[GradientTime, ...]
-    units: tuple[UnitTime, ...] = ()
     crowding: tuple[Crowding, ...] = ()
     collectives: tuple[CollectiveTime, ...] = ()
     traces: dict[str, tuple[Trace, ...]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.lab.options import add_device, add_threads, add_workload
 from guozhuang.workloads.arguments import add_arguments as add_workload_arguments
 
 MOST_RANKS = 1_000_000
@@ -33,14 +34,9 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--ranks", metavar="N,M", help="numbers of ranks, 1,2,4 or 2-8 (default: 1, 2, 4 ... as --on has)"
     )
-    what.add_argument("--threads-per-rank", type=int, metavar="N", help="default: the cores divided by the ranks")
-    what.add_argument(
-        "--workload",
-        default="text",
-        metavar="NAME",
-        help="text, synthetic, or module:function of your own that returns a Workload (default: text)",
-    )
-    what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is any")
+    add_threads(what)
+    add_workload(what)
+    add_device(what)
     what.add_argument(
         "--global-batch",
         type=int,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from guozhuang.lab.options import add_device, add_workload
 from guozhuang.workloads.arguments import add_arguments as add_workload_arguments
 
 #: The knobs, in the order in which they are raced; the first decide most.
@@ -24,12 +25,7 @@ def parser() -> argparse.ArgumentParser:
         "that `guozhuang run --plan FILE` starts. The default stays where nothing is shown to be faster.",
     )
     what = made.add_argument_group("what is tuned")
-    what.add_argument(
-        "--workload",
-        default="text",
-        metavar="NAME",
-        help="text, synthetic, or module:function of your own that returns a Workload (default: text)",
-    )
+    add_workload(what)
     what.add_argument(
         "--knobs",
         default=",".join(KNOBS),
@@ -50,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         help="ranks of the default setting; the batches of N ranks are the global batch of every setting (default: one for "
         "each CUDA device, 2 on CPUs)",
     )
-    what.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA where there is any")
+    add_device(what)
     how = made.add_argument_group("how it is measured")
     how.add_argument("--steps", type=int, default=20, metavar="N", help="measured steps of a run (default: 20)")
     how.add_argument("--warmup-steps", type=int, default=3, metavar="N", help="steps before these (default: 3)")

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from guozhuang import strategies
 from guozhuang.errors import UsageError, explain
@@ -174,17 +173,3 @@ def best_cap(seconds: dict[float, float]) -> float | None:
     bend, slope, _ = np.polyfit(logs - logs.mean(), np.log(list(seconds.values())), 2)
     at = logs.mean() - slope / (2 * bend) if bend > 0 else math.inf
     return float(f"{math.exp(at):.2g}") if logs.min() < at < logs.max() else None
-
-
-def fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer update all parameters in one kernel, as if it had been made with ``fused=True``.
-
-    Raises:
-        UsageError: the optimizer has no such form.
-    """
-    if "fused" not in optimizer.defaults:
-        what = "this optimizer has no fused form"
-        raise UsageError(explain(what, value=type(optimizer).__name__, fix="leave the knob `fused` out"))
-    for group in optimizer.param_groups:
-        group.update(fused=True, foreach=None)
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
