@@ -291,7 +291,14 @@ class _Replay:
         if not sends and call.begun_s == math.inf:  # it has arrived already
             self._end(key)
             return
-        call.at_end.append(lambda: self._end(key))
+
+        def end() -> None:
+            if sends and rank == 0 and key[1] == self.num_repetitions - 1:
+                self.stretched[index] = self.now - began
+            self._end(key)
+
+        rank, began = key[0], self.now
+        call.at_end.append(end)
         if sends:
             self._count(key, call.cost)
             waiting = self.connections.setdefault(name, deque())

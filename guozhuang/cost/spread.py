@@ -93,8 +93,9 @@ def simulate_spread(
     found are repeated for all ranks, each with factors of its own, and every collective begins when its last rank has come.
 
     Args:
-        trace: that of every rank. Calls among some of the ranks are among ``g`` ranks with a constant distance ``s``, and the
-            other ranks are in such groups too: all ranks are divided into blocks of ``g * s``.
+        trace: that of every rank; what it sends to a rank, each sends to the rank as far away. Calls among some ranks are
+            among ``g`` ranks with a constant distance ``s``, and the other ranks are in such groups too: all ranks are divided
+            into blocks of ``g * s``.
         cluster: where the ranks run.
         spread: of the steps of one rank.
         costs: as for ``simulate``.
@@ -104,7 +105,7 @@ def simulate_spread(
         alone: what ``simulate`` found for the trace, if that is known already.
 
     Raises:
-        UsageError: the trace has a call among ranks that are not such a group, or messages.
+        UsageError: the trace has a collective among ranks that are not such a group.
     """
     import numpy as np
 
@@ -115,7 +116,7 @@ def simulate_spread(
     clocks.setdefault(0, np.zeros(num_ranks))
     lanes: dict[int, list[np.ndarray[Any, Any]]] = {}
     ends: dict[int, np.ndarray[Any, Any]] = {}
-    first = 0.0
+    first, sent = 0.0, np.zeros(num_ranks)
     for repetition in range(num_repetitions):
         for event, seconds in zip(trace.events, found.stretched, strict=True):
             clock = clocks[event.thread]
@@ -123,6 +124,13 @@ def simulate_spread(
                 clock += seconds * factors[repetition]
             elif isinstance(event, Wait):
                 if event.call in ends:
+                    np.maximum(clock, ends[event.call], out=clock)
+            elif event.operation == SEND:
+                ends[event.call] = sent = clock + seconds
+            elif event.operation == RECV:  # from another rank, which does what this one does
+                sender, receiver = event.ranks
+                ends[event.call] = np.maximum(clock, np.roll(sent, receiver - sender))
+                if event.blocking:
                     np.maximum(clock, ends[event.call], out=clock)
             elif event.operation == HAND_OVER or len(event.ranks) == 1:
                 ends[event.call] = clock.copy()
@@ -150,7 +158,7 @@ def _last_of(times: np.ndarray[Any, Any], start: Start) -> np.ndarray[Any, Any]:
         return np.full(size, times.max())
     step = ranks[1] - ranks[0]
     regular = step > 0 and list(ranks) == list(range(ranks[0], ranks[0] + step * len(ranks), step))
-    if start.operation in (SEND, RECV) or not regular or size % (step * len(ranks)):
+    if not regular or size % (step * len(ranks)):
         what = (
             "ranks with times of their own can be simulated where all ranks do the same, in groups of equal distances"
         )

@@ -108,7 +108,8 @@ class Runs:
     def _open(self) -> Crew:
         began = time.monotonic()
         self._crew = crew = Crew(str(self._folder))
-        modules = [*self._modules, "guozhuang.lab.worker", "guozhuang.launch.local_run"]
+        # The first optimizer of a process imports torch._dynamo, which takes seconds.
+        modules = [*self._modules, "torch._dynamo", "guozhuang.lab.worker", "guozhuang.launch.local_run"]
         crew.warm_up([sys.executable, "-u", "-m", "guozhuang"], self._environ, modules, _IMPORT_S)
         self.opening_s = time.monotonic() - began
         return crew

@@ -1,12 +1,14 @@
 """Profiles and predictions that are made up, so that the right answers are known."""
 
+import math
 from dataclasses import asdict, replace
 
 import pytest
 
 from guozhuang.cost.cluster import Cluster, LinkSpeed, Transport
 from guozhuang.cost.hardware import DEVICES
-from guozhuang.cost.prediction.predict import WAITING, machine_of, predict
+from guozhuang.cost.prediction.interval import CHECK, COMPARE, half_width
+from guozhuang.cost.prediction.predict import SLOWEST, WAITING, machine_of, predict
 from guozhuang.cost.prediction.profile import (
     BatchTime,
     CollectiveTime,
@@ -18,8 +20,11 @@ from guozhuang.cost.prediction.profile import (
 )
 from guozhuang.cost.trace import Compute, Start, Trace, Wait
 from guozhuang.errors import UsageError
+from guozhuang.lab.contender import contenders
 from guozhuang.lab.predict.arguments import numbers
 from guozhuang.lab.predict.curves import curve
+from guozhuang.lab.predict.narrowing import advice, as_measured
+from guozhuang.lab.predict.profile import Recording, Wanted
 from guozhuang.records import build, plain
 
 TRACE = Trace(0, 2, (Compute("backward", 0.2), Start(0, "all_reduce", 64, (0, 1)), Wait(0), Compute("optimizer", 0.1)))
@@ -101,14 +106,14 @@ def test_ranks_that_exchange_nothing_take_as_long_as_one() -> None:
     assert found.step_s == pytest.approx(sum(parts(0.1).values()))
     assert found.perfect_s == pytest.approx(found.step_s) and found.efficiency == pytest.approx(1)
     assert found.samples_per_s == pytest.approx(4 * 8 / found.step_s)
-    assert "links as described, not as measured" in found.widened
+    assert found.widened == ()  # the links carry nothing
 
 
 def test_what_backward_does_not_hide_is_waited_for() -> None:
     wire_s = 2 * 3 / 4 * (8 << 20) / 80e6  # of a ring of 4
     found = predict(STEADY, APART, "ddp", 4)
     low, high = found.bounds
-    assert low <= found.step_s <= high
+    assert low <= found.step_s <= high and "links as described, not as measured" in found.widened
     assert found.parts[WAITING] == pytest.approx(wire_s / 2, rel=0.01)  # the second bucket; backward hides the first
     assert found.largest_term in found.parts and sum(found.parts.values()) == pytest.approx(found.step_s)
     assert found.interval_s[0] < found.step_s < found.interval_s[1]
@@ -212,3 +217,85 @@ def test_curves_follow_the_laws() -> None:
     assert four.seconds == pytest.approx(1e6 / 32 * four.weak_s)
     assert four.money == pytest.approx(four.seconds / 3600 * 4 * 2)
     assert four.seconds_to_loss == pytest.approx((1 + 64 / 32) * four.weak_s)
+
+
+def test_a_profile_is_extended_in_the_time_of_its_own_machine() -> None:
+    asked = Wanted(((1, 1), (8, 1)), ("shm",), (recording("ddp", 2), recording("sharded", 2)))
+    lacking = asked.beside(PROFILE)
+    assert lacking.crowds == ((1, 1), (8, 1)) and lacking.backends == ("shm",)
+    assert [each.name for each in lacking.recordings] == ["sharded on 2 ranks of 1 over shm"]
+    # When the rest was measured the machine was half as fast.
+    rest = replace(
+        PROFILE,
+        crowding=(Crowding(1, 1, parts(0.2, 0.2), ((0.8,),)), Crowding(8, 1, parts(0.9, 0.9), ((3.6,),) * 8)),
+        traces={"sharded on 2 ranks of 1 over shm": (TRACE,)},
+        collectives=(CollectiveTime("shm", 2, 4096, 1e-5, 1e-5),),
+        created="later",
+    )
+    found = PROFILE.extended(rest)
+    assert found.crowd(8, 1)["forward"] == pytest.approx(4.5)
+    assert found.traces["sharded on 2 ranks of 1 over shm"][0].events[0] == Compute("backward", 0.1)
+    assert found.traces.keys() > PROFILE.traces.keys() and found.collectives == rest.collectives
+    assert asked.beside(found) == Wanted((), (), ())
+    assert found.extended(replace(rest, created="last")).created == ", extended last"
+
+
+def recording(name: str, num_ranks: int) -> Recording:
+    return Recording(contenders(name, None, 1, True, num_ranks)[0], num_ranks, 1, "shm", 2)
+
+
+def gossip(num_ranks: int) -> Trace:
+    at = 1 % num_ranks
+    sent = (Start(0, "send", 8 << 20, (0, at)), Start(1, "recv", 8 << 20, (at, 0)), Wait(0), Wait(1))
+    return Trace(0, num_ranks, (Compute("backward", 0.2), *sent, Compute("optimizer", 0.1)))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_messages_between_two_ranks_are_waited_for_on_any_number_of_ranks(num_ranks: int) -> None:
+    traces = {trace_name("decentralized", num_ranks, num_ranks, "gloo"): (gossip(num_ranks),)}
+    cluster = replace(APART, num_nodes=num_ranks)
+    steady = predict(replace(STEADY, traces=traces), cluster, "decentralized", num_ranks)
+    assert steady.step_s == pytest.approx(0.3 + (8 << 20) / 80e6, rel=0.02)
+    uneven = replace(STEADY.crowding[0], steps=((0.3, 0.5) * 9,))
+    found = predict(
+        replace(STEADY, traces=traces, crowding=(uneven, *STEADY.crowding[1:])), cluster, "decentralized", num_ranks
+    )
+    assert found.parts[SLOWEST] > 0.01 and found.step_s > steady.step_s
+
+
+@pytest.mark.parametrize("strategy", ["none", "ddp", "pipeline"])
+def test_bounds_hold_the_step(strategy: str) -> None:
+    first = (Compute("forward", 0.1), Start(0, "send", 1 << 20, (0, 1)), Start(1, "recv", 1 << 20, (1, 0)), Wait(1))
+    last = (Start(0, "recv", 1 << 20, (0, 1)), Wait(0), Compute("forward", 0.3), Start(1, "send", 1 << 20, (1, 0)))
+    stages = (Trace(0, 2, (*first, Compute("backward", 0.2))), Trace(1, 2, (*last, Wait(1))))
+    profile = replace(STEADY, traces={trace_name("pipeline", 2, 1, "shm"): stages})
+    found = predict(profile, machine_of(STEADY, "shm"), strategy, 2)
+    assert 0 < found.bounds[0] <= found.step_s <= found.bounds[1]
+    if strategy == "none":
+        assert found.bounds == pytest.approx((found.step_s, found.step_s))
+    if strategy == "pipeline":
+        assert found.bounds[0] == pytest.approx(0.3) and found.bounds[1] == pytest.approx(0.6, rel=0.01)
+
+
+def test_the_interval_follows_what_is_known_and_the_advice_narrows_it() -> None:
+    described, busy = predict(STEADY, APART, "ddp", 4), predict(replace(STEADY, busy=0.5), APART, "ddp", 4)
+    assert half_width(busy.doubts) > half_width(described.doubts) > half_width(described.doubts, CHECK)
+    assert described.interval_s[1] / described.step_s == pytest.approx(math.exp(half_width(described.doubts)))
+    links = advice(described, {CHECK: "check", "profile": "profile"})
+    assert links is not None and links.command == "check"
+    assert described.interval_s[0] < links.interval_s[0] < links.interval_s[1] < described.interval_s[1]
+    assert advice(described, {}) is None and advice(predict(STEADY, APART, "none", 1), {CHECK: "check"}) is None
+    told = advice(described, {CHECK: "check", COMPARE: "compare"})
+    assert told is not None and told.command == "compare"
+    found = as_measured(described, [0.5, 0.51, 0.49])
+    assert found.step_s == 0.5 and sum(found.parts.values()) == pytest.approx(0.5)
+    assert found.interval_s[1] / found.interval_s[0] == pytest.approx(told.interval_s[1] / told.interval_s[0])
+
+
+def test_collectives_far_outside_of_what_was_measured_widen_the_interval() -> None:
+    near, far = (
+        predict(STEADY, replace(APART, between=replace(APART.between, table=((4.0, size, 0.1),))), "ddp", 4)
+        for size in (4e6, 1e4)
+    )
+    assert near.widened == () and "as large" in " ".join(far.widened)
+    assert half_width(far.doubts) > half_width(near.doubts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,12 +9,13 @@ from dataclasses import dataclass, replace
 from guozhuang.cost.cluster import GLOO, LOOPBACK, SHARED_MEMORY, SHARED_MEMORY_LINK, Cluster, LinkSpeed, Transport
 from guozhuang.cost.collectives import collective_cost, gloo_segments, placed_cost
 from guozhuang.cost.describe import TCP_LATENCY_S
-from guozhuang.cost.fit import bootstrap, percentile, relative_least_squares
+from guozhuang.cost.fit import relative_least_squares
+from guozhuang.cost.prediction.interval import Doubt, checked, doubts, half_width
 from guozhuang.cost.prediction.profile import Profile, scaled, trace_name
 from guozhuang.cost.simulate import WAITING as WAITING
 from guozhuang.cost.simulate import StepTime, simulate
 from guozhuang.cost.spread import Spread, simulate_spread
-from guozhuang.cost.trace import RECV, SEND, Compute, Event, Start, Trace, Wait
+from guozhuang.cost.trace import HAND_OVER, RECV, SEND, Compute, Event, Start, Trace, Wait
 from guozhuang.errors import UsageError, explain
 
 #: Strategies whose step is known without a recording: the buckets follow from the gradients.
@@ -29,17 +29,6 @@ NO_EXCHANGE, ONE_PROCESS = "none", "single"
 #: The part of a step that waits for the slowest rank, whose steps differ by chance.
 SLOWEST = "slowest rank"
 _MOST_CROWDED = 64
-# Of 53 configurations over shared memory and loopback (bert-tiny and bert-mini, 2 and 4 ranks on 2 cores; one turn each)
-# nine of ten measured steps lay within this factor of the prediction, and of 76 over links of 10, 1 and 0.1 Gbit/s, which were
-# described, within its power of _WIDER. Half of all 129 lay within 1.12.
-_FACTOR = 1.31
-INTERVAL_SOURCE = (
-    "90 % intervals: of 53 configurations of a host with 2 cores (2 models, 2 and 4 ranks, shared memory and loopback) nine of "
-    "ten measured steps lay within a factor of 1.31 of their prediction; each thing that was not measured widens it by a half"
-)
-_MEASURED = ("none", "single", "ddp", "torch-ddp", "sharded", "fp16", "quantize8", "local-sgd", "pipeline", "tensor")
-_BUSY = 0.2  # of the cores, by other programs, while a profile was measured
-_WIDER = 1.5  # each thing that was not measured widens the interval by this much
 
 
 @dataclass(frozen=True)
@@ -56,9 +45,9 @@ class Prediction:
         interval_s: in nine of ten cases the step is expected to last from the first to the second.
         perfect_s: the null model: the step of one rank alone on the machine, as if the others cost nothing.
         largest_term: the name of the largest of ``parts``.
-        widened: why the interval is wider than that of configurations that were measured: what this one has that those had not.
+        doubts: what makes the prediction uncertain, and by how much.
         memory_bytes: peak memory of a rank; None if it was not measured.
-        interval_source: where the interval comes from.
+        interval_source: which measured errors the interval begins with.
     """
 
     strategy: str
@@ -70,9 +59,14 @@ class Prediction:
     interval_s: tuple[float, float]
     perfect_s: float
     largest_term: str
-    widened: tuple[str, ...]
+    doubts: tuple[Doubt, ...]
     memory_bytes: float | None
-    interval_source: str = INTERVAL_SOURCE
+    interval_source: str
+
+    @property
+    def widened(self) -> tuple[str, ...]:
+        """Why the interval is wider than that of configurations that were measured: what this one has that those had not."""
+        return tuple(each.why for each in self.doubts if each.why)
 
     @property
     def samples_per_s(self) -> float:
@@ -115,11 +109,8 @@ def predict(
     _check(profile, cluster, num_ranks, batch)
     part = cluster.with_ranks(num_ranks)
     on_one_machine = 1 if strategy == ONE_PROCESS else num_ranks if part.shares_host else part.ranks_per_node
-    widened = list(_unmeasured(profile, part, on_one_machine, batch, threads))
-    if strategy not in _MEASURED:
-        widened.append(f"no step of {strategy} was compared with its prediction")
     if strategy == ONE_PROCESS:
-        return _of_one_process(profile, num_ranks, batch, widened)
+        return _of_one_process(profile, part, num_ranks, batch)
     traces = _traces(profile, part, strategy, batch, cap_bytes)
     alone = profile.crowd(1, threads)
     prepared = [replace(scaled(trace, alone), num_threads=threads) for trace in traces]
@@ -129,22 +120,38 @@ def predict(
         spread = Spread(profile.lone_steps, profile.correlation)
         step_s = simulate_spread(prepared[0], part, spread, costs=collective_cost, crowding=crowding, alone=times)
         slowest = max(0.0, step_s - times.step_s)
-        times = replace(times, bounds=_bounds(prepared[0], times, crowding[-1]))
     else:
         given = prepared[0] if len(prepared) == 1 else prepared
         times, slowest = simulate(given, part, crowding=crowding, costs=collective_cost), 0.0
+    times = replace(times, bounds=_bounds(prepared, part, times.step_s + slowest, crowding[-1]))
     perfect_s = sum(seconds * alone[name] for name, seconds in profile.parts(batch).items())
-    found = _prediction(profile, strategy, num_ranks, batch, times, slowest, perfect_s, widened)
+    exposed = times.parts[WAITING] / times.step_s
+    why = doubts(profile, part, strategy, batch, on_one_machine, threads, prepared, exposed)
+    found = _prediction(strategy, part, num_ranks, batch, times, slowest, perfect_s, why)
     if len(prepared) > 1:  # the stages of a pipeline were recorded in one process
         return replace(found, memory_bytes=None)
     return replace(found, memory_bytes=profile.rank_memory_bytes(prepared[0], batch))
 
 
-def _bounds(trace: Trace, times: StepTime, crowded: float) -> tuple[float, float]:
-    """Return the step if all communication overlapped with work, and if none did, on a machine where ranks take turns."""
-    work_s = sum(event.seconds for event in trace.events if isinstance(event, Compute)) / trace.num_steps
-    communication_s = max(0.0, times.bounds[1] - work_s)
-    return max(work_s * crowded, communication_s), (work_s + communication_s) * crowded
+def _bounds(traces: Sequence[Trace], cluster: Cluster, step_s: float, crowded: float) -> tuple[float, float]:
+    """Return the step if all communication overlapped with work, and if nothing of both did.
+
+    Ranks that all do the same take turns on the cores of their machine. Stages of a pipeline, each of which has a trace, work
+    one after the other if nothing overlaps.
+    """
+    works, calls = list[float](), list[float]()
+    for trace in traces:
+        works.append(sum(event.seconds for event in trace.events if isinstance(event, Compute)) / trace.num_steps)
+        costs = [
+            collective_cost(event.operation, event.num_bytes, event.ranks, cluster).seconds
+            for event in trace.events
+            if isinstance(event, Start) and event.operation not in (HAND_OVER, RECV)
+            and (len(traces) == 1 or event.ranks[0] == trace.rank)
+        ]  # fmt: skip
+        calls.append(sum(costs) / trace.num_steps)
+    turns = crowded if len(traces) == 1 else 1.0
+    low, high = max(max(works) * turns, max(calls)), (sum(works) + sum(calls)) * turns
+    return min(step_s, low), max(step_s, high)
 
 
 def _crowding(profile: Profile, cluster: Cluster, most: int, threads: int) -> list[float]:
@@ -176,22 +183,6 @@ def _check(profile: Profile, cluster: Cluster, num_ranks: int, batch_size: int) 
         what = f"the profile was measured on {profile.device}, and the cluster computes on {computes_on}"
         fix = "profile on one device of that kind; guozhuang plan --model predicts devices from their data sheets"
         raise UsageError(explain(what, fix=fix))
-
-
-def _unmeasured(profile: Profile, cluster: Cluster, on_one_machine: int, batch: int, threads: int) -> list[str]:
-    """Return what a configuration has that none of the measured ones had, each in a few words."""
-    found = []
-    if on_one_machine > profile.most_ranks(threads):
-        found.append(f"{on_one_machine} ranks on one machine, measured up to {profile.most_ranks(threads)}")
-    low, high = profile.measured_batches()
-    if not low <= batch <= high:
-        found.append(f"{batch} samples a step, measured from {low} to {high}")
-    links = [cluster.inside] * (cluster.ranks_per_node > 1) + [cluster.between] * (cluster.num_nodes > 1)
-    if any(not link.table for link in links):
-        found.append("links as described, not as measured")
-    if profile.busy > _BUSY:
-        found.append(f"other programs kept {profile.busy:.0%} of the cores busy when the profile was measured")
-    return found
 
 
 def _traces(profile: Profile, cluster: Cluster, strategy: str, batch: int, cap_bytes: int | None) -> list[Trace]:
@@ -260,31 +251,31 @@ def bucketed(profile: Profile, num_ranks: int, batch: int, caps: Sequence[int]) 
     return Trace(0, num_ranks, tuple(events))
 
 
-def _of_one_process(profile: Profile, num_ranks: int, batch: int, widened: list[str]) -> Prediction:
+def _of_one_process(profile: Profile, cluster: Cluster, num_ranks: int, batch: int) -> Prediction:
     """Predict one process with all cores, which trains on the samples of all ranks."""
     threads = max(each.num_threads for each in profile.crowding if each.num_ranks == 1)
     crowd = profile.crowd(1, threads)
     parts = {name: seconds * crowd[name] for name, seconds in profile.parts(num_ranks * batch).items()}
-    low, high = profile.measured_batches()
-    if not low <= num_ranks * batch <= high:
-        widened = [*widened, f"{num_ranks * batch} samples in one process, measured from {low} to {high}"]
     step_s = sum(parts.values())
     times = StepTime(step_s, parts, (step_s, step_s), step_s * threads, 0.0)
-    found = _prediction(profile, ONE_PROCESS, num_ranks, batch, times, 0.0, step_s, widened)
+    why = doubts(profile, cluster, ONE_PROCESS, num_ranks * batch, 1, threads, (), 0.0)
+    found = _prediction(ONE_PROCESS, cluster, num_ranks, batch, times, 0.0, step_s, why)
     return replace(found, memory_bytes=profile.memory_bytes(num_ranks * batch))
 
 
 def _prediction(
-    profile: Profile,
     strategy: str,
+    cluster: Cluster,
     num_ranks: int,
     batch: int,
     times: StepTime,
     slowest_s: float,
     perfect_s: float,
-    widened: Sequence[str],
+    why: Sequence[Doubt],
 ) -> Prediction:
-    spread = math.hypot(math.log(_FACTOR), _spread_of_median(profile.lone_steps)) * _WIDER ** len(widened)
+    source, known = checked(strategy, cluster)
+    found = (known, *why)
+    spread = half_width(found)
     parts = {name: seconds for name, seconds in {**times.parts, SLOWEST: slowest_s}.items() if seconds > 0}
     step_s = times.step_s + slowest_s
     return Prediction(
@@ -297,19 +288,10 @@ def _prediction(
         interval_s=(step_s * math.exp(-spread), step_s * math.exp(spread)),
         perfect_s=perfect_s,
         largest_term=max(parts, key=lambda part: parts[part]),
-        widened=tuple(widened),
-        memory_bytes=profile.memory_bytes(batch),
+        doubts=found,
+        memory_bytes=None,
+        interval_source=source,
     )
-
-
-def _spread_of_median(steps: Sequence[float]) -> float:
-    """Return half the width of the 90 % interval of the median of observed steps, as a logarithm, by a bootstrap."""
-
-    def median(drawn: Sequence[Sequence[float]]) -> float:
-        return percentile(sorted(itertools.chain.from_iterable(drawn)), 0.5)
-
-    drawn = bootstrap([[step] for step in steps], median)
-    return (math.log(percentile(drawn, 0.95)) - math.log(percentile(drawn, 0.05))) / 2
 
 
 def machine_of(profile: Profile, transport: str, memory_bytes: float | None = None) -> Cluster:

@@ -13,6 +13,7 @@ from guozhuang.errors import UsageError, explain
 SCHEMA_VERSION = 1
 #: Main memory that gloo's code, threads and connections take, as measured with two ranks.
 GLOO_BYTES = 20e6
+_EXTENDED = ", extended "
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,36 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.batches or not self.crowding:
             raise UsageError(explain("a profile has the step of one process", fix="measure it again"))
+
+    def extended(self, by: Profile) -> Profile:
+        """Return this profile with the crowds, collectives and traces of another one of the same training.
+
+        A machine is not equally fast at all times: what the other has timed counts as much longer as a step of one process was
+        here than there.
+
+        Args:
+            by: the other; the first of its ``crowding`` is one process of as many threads as the first of this profile's.
+        """
+        factor = self.crowding[0].step_s / by.crowding[0].step_s
+        slower = dict.fromkeys(PARTS, factor)
+        crowding = tuple(
+            replace(
+                each,
+                parts={part: seconds * factor for part, seconds in each.parts.items()},
+                steps=tuple(tuple(seconds * factor for seconds in rank) for rank in each.steps),
+            )
+            for each in by.crowding[1:]
+        )
+        traces = {name: tuple(scaled(each, slower) for each in several) for name, several in by.traces.items()}
+        return replace(
+            self,
+            crowding=self.crowding + crowding,
+            collectives=self.collectives + by.collectives,
+            traces=self.traces | traces,
+            refused=self.refused | by.refused,
+            busy=max(self.busy, by.busy),
+            created=f"{self.created.partition(_EXTENDED)[0]}{_EXTENDED}{by.created}",
+        )
 
     @property
     def gradient_bytes(self) -> int:

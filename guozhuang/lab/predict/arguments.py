@@ -61,6 +61,14 @@ def parser() -> argparse.ArgumentParser:
         help="where the measurements are kept: written if it is not there, else used, if machine, versions and workload "
         "are the same",
     )
+    what.add_argument(
+        "--measured",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="a report of guozhuang compare about this training on this machine: steps that it has measured are not predicted; "
+        "may be repeated",
+    )
     out.add_argument("--json", action="store_true", help="print the predictions as JSON in place of the table")
     out.add_argument("--out", type=Path, metavar="DIR", help="also write a report with the scaling curves there")
     add_workload_arguments(made)

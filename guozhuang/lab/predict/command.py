@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from guozhuang.lab.predict import profile as profiles
 from guozhuang.lab.predict import table
 from guozhuang.lab.predict.arguments import numbers
 from guozhuang.lab.predict.curves import Curve, curve
+from guozhuang.lab.predict.narrowing import ComparedCase, advice, as_measured, commands, measured_steps
 from guozhuang.lab.predict.table import Predictions, Row
 from guozhuang.lab.runs import Runs, ended_by_signals
 from guozhuang.records import to_json
@@ -89,15 +90,21 @@ def perform(
     compared = _compared(namespace, described, on_cpu, ranks[-1])
     cases = [_case(namespace, described, one, num_ranks) for one in compared for num_ranks in ranks]
     what = profiles.subject(namespace, scratch, console)
+    measured = measured_steps(namespace.measured or (), what)
+    earlier, wanted = None, _wanted(cases)
     if path is not None and path.exists():
-        profile = profiles.read(path, what.conditions)
-        console.print(f"Using the profile {path} of {profile.created}.", highlight=False)
+        earlier = profiles.read(path, what.conditions)
+        wanted = wanted.beside(earlier)
+        lacks = " It lacks some of what is asked, and is extended." if wanted.crowds else ""
+        console.print(f"Using the profile {path} of {earlier.created}.{lacks}", highlight=False, soft_wrap=True)
+    if earlier is not None and not wanted.crowds:
+        profile = earlier
     else:
-        # Modules that loading the workload has imported; the warm parent imports them too.
+        what.workload.model()
+        # Modules that loading the workload and making a model have imported; the warm parent imports them too.
         modules = [name for name in sys.modules if name not in imported and not name.startswith("torch.")]
-        wanted = _wanted(cases)
         with Runs(scratch, wanted.crowds[0][1], modules, python_path) as runs:
-            profile = profiles.measure(what, wanted, console, runs)
+            profile = profiles.measure(what, wanted, console, runs, earlier)
         if path is not None:
             profiles.write(profile, path)
     found = Predictions(
@@ -106,7 +113,7 @@ def perform(
         cluster=described.name,
         batch_size=profile.batch_size,
         profile_created=profile.created,
-        rows=tuple(_row(namespace, profile, each) for each in cases),
+        rows=tuple(_row(namespace, what, profile, each, measured) for each in cases),
         profile_file=str(path or ""),
         curves=_curves(namespace, profile, described, cases),
         samples=namespace.samples,
@@ -174,6 +181,7 @@ class _Case:
     on_one_machine: int
     num_threads: int
     backend: str
+    is_here: bool
 
 
 def _describe(namespace: argparse.Namespace, here: Cluster) -> Cluster:
@@ -230,9 +238,10 @@ def _case(namespace: argparse.Namespace, cluster: Cluster, one: Contender, num_r
     threads = namespace.threads_per_rank or max(1, min(cores, usable_cores()) // on_one)
     if one.strategy == ONE_PROCESS:
         on_one, threads = 1, usable_cores()
+    is_here = part.num_nodes == 1 and namespace.on.partition(",")[0] in ("here", "1xhere")
     # One rank on each of several nodes meets the others over gloo alone.
     backend = one.backend or ("gloo" if part.num_nodes > 1 and part.ranks_per_node == 1 else part.transport.name)
-    return _Case(one, part, num_ranks, on_one, threads, backend)
+    return _Case(one, part, num_ranks, on_one, threads, backend, is_here)
 
 
 def _wanted(cases: Sequence[_Case]) -> profiles.Wanted:
@@ -258,7 +267,13 @@ def _cluster(namespace: argparse.Namespace, profile: Profile, case: _Case) -> Cl
     return cluster if case.backend == cluster.transport.name else replace(cluster, transport=here.transport)
 
 
-def _row(namespace: argparse.Namespace, profile: Profile, case: _Case) -> Row:
+def _row(
+    namespace: argparse.Namespace,
+    what: profiles.Subject,
+    profile: Profile,
+    case: _Case,
+    measured: Mapping[ComparedCase, tuple[float, ...]],
+) -> Row:
     try:
         found = predict(
             profile,
@@ -269,14 +284,9 @@ def _row(namespace: argparse.Namespace, profile: Profile, case: _Case) -> Row:
         )
     except UsageError as error:
         return Row(case.one.name, case.num_ranks, None, str(error))
-    return Row(case.one.name, case.num_ranks, found, next_measurement=_next(namespace, case, found))
-
-
-def _next(namespace: argparse.Namespace, case: _Case, found: Prediction) -> str:
-    """Return the command whose result would narrow the interval most."""
-    if any("described" in why for why in found.widened):
-        return "guozhuang check -H HOST,HOST --json > links.json, then --on links.json"
-    workload = f"--workload {shlex.quote(namespace.workload)}"
-    if any("samples" in why for why in found.widened):
-        return f"guozhuang predict {workload} --batch-size {found.batch_size}"
-    return f"guozhuang compare {workload} --strategies {case.one.name} --ranks {case.num_ranks} --steps 50"
+    several = case.num_ranks > 1 and case.one.strategy != ONE_PROCESS
+    step = ComparedCase(case.one.name.partition("@")[0], case.backend * several, case.num_ranks, case.num_threads)
+    if case.is_here and step in measured:
+        return Row(case.one.name, case.num_ranks, as_measured(found, measured[step]))
+    known = commands(what, step, namespace.threads_per_rank, namespace.profile, case.is_here, case.cluster.num_nodes)
+    return Row(case.one.name, case.num_ranks, found, advice=advice(found, known))

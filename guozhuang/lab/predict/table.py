@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from guozhuang import units
 from guozhuang.cost.prediction.predict import SLOWEST, WAITING, Prediction
 from guozhuang.lab.predict.curves import KEPT, Curve
+from guozhuang.lab.predict.narrowing import Advice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +29,7 @@ class Row:
     num_ranks: int
     prediction: Prediction | None
     problem: str = ""
-    next_measurement: str = ""
+    advice: Advice | None = None
 
 
 @dataclass(frozen=True)
@@ -133,14 +134,25 @@ def show(console: Console, found: Predictions) -> None:
 def notes(found: Predictions) -> list[str]:
     """Return sentences about the rows: where intervals come from, why they are wide, and what to measure next."""
     done = [(row, row.prediction) for row in found.rows if row.prediction is not None]
-    texts = [f"{text}." for text in dict.fromkeys(each.interval_source for _, each in done)]
+    sources = "; ".join(dict.fromkeys(each.interval_source for _, each in done))
+    texts = (
+        [f"90 % intervals begin with factors that held nine of ten steps measured on a host of 2 cores. {sources}."]
+        if done
+        else []
+    )
     wide: dict[str, list[str]] = {}
     for row, each in done:
         for why in each.widened:
             wide.setdefault(why, []).append(f"{row.name} on {row.num_ranks}")
     texts += [f"Wider interval, {why}: {units.listed(names)}." for why, names in wide.items()]
     texts += [f"No prediction of {row.name} on {row.num_ranks}: {row.problem}" for row in found.rows if row.problem]
-    if done:
-        row, _ = max(done, key=lambda one: one[1].interval_s[1] / one[1].interval_s[0])
-        texts.append(f"What would narrow the widest interval ({row.name} on {row.num_ranks}): {row.next_measurement}")
+    advised = [(row, each, row.advice) for row, each in done if row.advice is not None]
+    if advised:
+        row, each, told = max(advised, key=lambda one: _width(one[1].interval_s) / _width(one[2].interval_s))
+        change = f"{_span(each.interval_s)} to about {_span(told.interval_s)} ms"
+        texts.append(f"What would narrow an interval most ({row.name} on {row.num_ranks}: {change}): {told.command}")
     return texts
+
+
+def _width(interval: tuple[float, float]) -> float:
+    return interval[1] / interval[0]
