@@ -413,7 +413,7 @@ def row(strategy: str, num_ranks: int, step_s: float, memory: float | None = 1e9
     found = Prediction(
         strategy=strategy, num_ranks=num_ranks, batch_size=8, step_s=step_s, parts=parts or {"backward": step_s},
         bounds=(step_s, step_s), interval_s=(0.9 * step_s, 1.1 * step_s), perfect_s=step_s, largest_term="backward",
-        widened=(), memory_bytes=memory,
+        doubts=(), memory_bytes=memory, interval_source="",
     )  # fmt: skip
     return Row(strategy, num_ranks, found)
 

@@ -20,10 +20,11 @@ from guozhuang.errors import UsageError
 from guozhuang.lab.results import RunFailure
 from guozhuang.lab.tune import command
 from guozhuang.lab.tune.arguments import KNOBS, OF_THE_RESULT, parser
-from guozhuang.lab.tune.knobs import Choices, best_cap, chosen_knobs, fuse
+from guozhuang.lab.tune.knobs import Choices, best_cap, chosen_knobs
 from guozhuang.launch.options.arguments import read
 from guozhuang.launch.options.plan_file import read_plan, write_plan
 from guozhuang.workloads.arguments import add_arguments
+from guozhuang.workloads.base import fuse
 from guozhuang.world.machine import describe
 
 GLOO = Choices(on_cpu=True, num_cores=4, num_ranks=2, global_batch=16, backend="gloo", asked_backend="gloo")
