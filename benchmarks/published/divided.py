@@ -22,8 +22,7 @@ PER_NODE = 8
 
 def _seconds(row: dict[str, Any], device: str, network: str, micro_batches: Sequence[int], **more: Any) -> float:
     """Return the predicted seconds of a step, with the micro-batch that is predicted to be best."""
-    heads = row.get("heads", row["hidden"] // 128)
-    model = Transformer(row["layers"], row["hidden"], heads, row["sequence"], row["vocabulary"])
+    model = Transformer(row["layers"], row["hidden"], row["heads"], row["sequence"], row["vocabulary"])
     nodes = row["gpus"] // PER_NODE
     cluster = parse_cluster(f"{nodes}x{PER_NODE}x{device}" + (f",ib={network}" if nodes > 1 else ""))
     data = row["gpus"] // row["tensor"] // row["pipeline"]
@@ -54,8 +53,7 @@ def _rates(table: str, device: str, network: str, counted: str, **more: Any) -> 
             tensor = min(PER_NODE, row["model_ways"])
             row |= {"tensor": tensor, "pipeline": row["model_ways"] // tensor}
         seconds = _seconds(row, device, network, (1, 2, 4, 8), **more)
-        heads = row.get("heads", row["hidden"] // 128)
-        model = Transformer(row["layers"], row["hidden"], heads, row["sequence"], row["vocabulary"])
+        model = Transformer(row["layers"], row["hidden"], row["heads"], row["sequence"], row["vocabulary"])
         work = model.flops(row["batch"], counted) / row["gpus"] / 1e12
         null = statistics.median(other["tflops_a_gpu"] for other in each[:i] + each[i + 1 :])
         published = row["tflops_a_gpu"]
