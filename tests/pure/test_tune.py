@@ -20,6 +20,7 @@ from guozhuang.errors import UsageError
 from guozhuang.lab.results import RunFailure
 from guozhuang.lab.tune import command
 from guozhuang.lab.tune.arguments import KNOBS, OF_THE_RESULT, parser
+from guozhuang.lab.tune.foresight import Foresight
 from guozhuang.lab.tune.knobs import Choices, best_cap, chosen_knobs
 from guozhuang.launch.options.arguments import read
 from guozhuang.launch.options.plan_file import read_plan, write_plan
@@ -107,7 +108,14 @@ def test_every_option_counts_for_the_stored_result_or_says_where_it_goes() -> No
     of_workloads = argparse.ArgumentParser()
     add_arguments(of_workloads)
     options = {action.dest for action in parser()._actions} - {action.dest for action in of_workloads._actions}
-    assert options | {"seed"} == {*OF_THE_RESULT, "workload", "out", "fresh", "json"}  # workloads have a seed too
+    assert options | {"seed"} == {
+        *OF_THE_RESULT,
+        "workload",
+        "out",
+        "fresh",
+        "json",
+        "profile",
+    }  # workloads have a seed too
 
 
 @pytest.mark.parametrize(
@@ -137,11 +145,15 @@ class Made:
         return (SimpleNamespace(median_step_s=found), SimpleNamespace(median_step_s=found * 0.99))
 
 
-def tuned(choices: Choices, folder: Path, cost: Callable[[str, int], float | str], *words: str) -> tuple[Any, str]:
+def tuned(
+    choices: Choices, folder: Path, cost: Callable[[str, int], float | str], *words: str, foresight: Any = None
+) -> tuple[Any, str]:
     said = io.StringIO()
     what = SimpleNamespace(folder=folder, name="text", options={}, device=None)
     namespace = parser().parse_args(list(words))
-    found = command._Tuning(namespace, what, choices, Made(cost), Rules(0.01, 0.02, 12), Console(file=said, width=500))  # type: ignore[arg-type]
+    found = command._Tuning(
+        namespace, what, choices, Made(cost), Rules(0.01, 0.02, 12), Console(file=said, width=500), foresight
+    )  # type: ignore[arg-type]
     found.tune(chosen_knobs(namespace.knobs))
     return found, said.getvalue()
 
@@ -167,6 +179,48 @@ def test_each_knob_goes_on_from_the_winner_of_the_one_before_and_survives_a_dyin
     assert plan.in_the_script == ("batches of 8 samples (gz.loader's batch_size)", "an optimizer made with fused=True")
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(str(tmp_path / "plan.json")) == plan
+
+
+class TabledForesight(Foresight):
+    """What a table predicts, whose intervals reach so many times up and down."""
+
+    def __init__(self, steps_s: dict[str, float], factor: float) -> None:
+        self.steps_s, self.factor = steps_s, factor
+
+    def predicted(self, settings: Any, runs_s: float) -> Any:
+        assert runs_s > 0
+        return {
+            each.name: SimpleNamespace(step_s=s, interval_s=(s / self.factor, s * self.factor))
+            for each in settings
+            if (s := self.steps_s.get(each.row.strategy)) is not None
+        }
+
+
+@pytest.mark.parametrize(
+    ("factor", "unrun"),
+    [(1.01, ["dp", "torch-ddp"]), (1.3, ["torch-ddp"])],  # 1.3 each way for both is 1.45 together
+)
+def test_what_is_predicted_far_behind_is_not_run_but_the_default_is(
+    tmp_path: Path, factor: float, unrun: list[str]
+) -> None:
+    steps_s = {"sharded": 1.0, "ddp": 5.0, "torch-ddp": 1.5, "dp": 1.35}  # nothing is known of single
+    found, said = tuned(
+        SHM, tmp_path, lambda name, number: 2.0 - 0.3 * ("single" in name), "--knobs", "strategy",
+        foresight=TabledForesight(steps_s, factor),
+    )  # fmt: skip
+    were_run = {name.partition(",")[0] for name in found.runs.calls}
+    assert were_run == {"ddp", "torch-ddp", "dp", "single", "sharded"} - set(unrun)
+    assert found.now.row.strategy == "single"
+    assert "not torch-ddp, 2 ranks of 2 threads: predicted to take 1.50 times as long as sharded" in said
+
+
+def test_a_profile_is_measured_only_where_it_can_save_more_time_than_it_takes(tmp_path: Path) -> None:
+    what, said = SimpleNamespace(conditions={}), io.StringIO()
+    foresight = Foresight(what, SHM, None, tmp_path / "profile.json", 60.0, Console(file=said))  # type: ignore[arg-type]
+    settings = [SHM.default(), *SHM.others("strategy", SHM.default(), None)[0]]
+    assert foresight.far_behind(settings, 59.0) == {} and said.getvalue() == ""
+    on_cuda = Foresight(what, CUDA, None, tmp_path / "profile.json", 0.0, Console(file=said))  # type: ignore[arg-type]
+    assert on_cuda.far_behind(settings, 1e9) == {} and said.getvalue() == ""
 
 
 def test_equal_settings_leave_the_default(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import argparse
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,9 @@ import psutil
 import torch
 
 from guozhuang import workloads
-from guozhuang.cost.cluster import SHARED_MEMORY, SHARED_MEMORY_LINK, Cluster, LinkSpeed
-from guozhuang.cost.describe import TCP_LATENCY_S, parse_cluster
-from guozhuang.cost.prediction.predict import BUCKETED, NO_EXCHANGE, ONE_PROCESS, Prediction, machine_of, predict
+from guozhuang.cost.cluster import Cluster
+from guozhuang.cost.describe import parse_cluster
+from guozhuang.cost.prediction.predict import NO_EXCHANGE, ONE_PROCESS, Prediction, machine_of, predict
 from guozhuang.cost.prediction.profile import Profile
 from guozhuang.errors import UsageError, explain
 from guozhuang.lab.contender import Contender, contenders, short_set
@@ -25,6 +26,7 @@ from guozhuang.lab.plan import writable
 from guozhuang.lab.predict import profile as profiles
 from guozhuang.lab.predict import table
 from guozhuang.lab.predict.arguments import numbers
+from guozhuang.lab.predict.cases import Case, unmeasured_machine, wanted
 from guozhuang.lab.predict.curves import Curve, curve
 from guozhuang.lab.predict.narrowing import ComparedCase, advice, as_measured, commands, measured_steps
 from guozhuang.lab.predict.table import Predictions, Row
@@ -35,7 +37,6 @@ from guozhuang.world.machine import usable_cores
 if TYPE_CHECKING:
     from rich.console import Console
 
-_MOST_CROWD = 8  # processes that are measured side by side
 _MOST_ROWS = 6  # numbers of ranks that are predicted if none are asked for
 
 
@@ -78,7 +79,7 @@ def perform(
     """Measure or read the profile, and predict every row."""
     imported = set(sys.modules)
     on_cpu = namespace.device == "cpu" or not torch.cuda.is_available()
-    described = _describe(namespace, _unmeasured_machine(on_cpu))
+    described = _describe(namespace, unmeasured_machine(on_cpu))
     ranks = _ranks(namespace, described)
     path = namespace.profile
     if namespace.out is not None:
@@ -91,22 +92,16 @@ def perform(
     cases = [_case(namespace, described, one, num_ranks) for one in compared for num_ranks in ranks]
     what = profiles.subject(namespace, scratch, console)
     measured = measured_steps(namespace.measured or (), what)
-    earlier, wanted = None, _wanted(cases)
-    if path is not None and path.exists():
-        earlier = profiles.read(path, what.conditions)
-        wanted = wanted.beside(earlier)
-        lacks = " It lacks some of what is asked, and is extended." if wanted.crowds else ""
-        console.print(f"Using the profile {path} of {earlier.created}.{lacks}", highlight=False, soft_wrap=True)
-    if earlier is not None and not wanted.crowds:
-        profile = earlier
-    else:
+
+    @contextmanager
+    def opened(num_threads: int) -> Iterator[Runs]:
         what.workload.model()
         # Modules that loading the workload and making a model have imported; the warm parent imports them too.
         modules = [name for name in sys.modules if name not in imported and not name.startswith("torch.")]
-        with Runs(scratch, wanted.crowds[0][1], modules, python_path) as runs:
-            profile = profiles.measure(what, wanted, console, runs, earlier)
-        if path is not None:
-            profiles.write(profile, path)
+        with Runs(scratch, num_threads, modules, python_path) as runs:
+            yield runs
+
+    profile = profiles.kept(path, what, wanted(cases), console, opened)
     found = Predictions(
         command=shlex.join(["guozhuang", *sys.argv[1:]]),
         workload=workloads.title(namespace.workload),
@@ -122,7 +117,7 @@ def perform(
 
 
 def _curves(
-    namespace: argparse.Namespace, profile: Profile, described: Cluster, cases: Sequence[_Case]
+    namespace: argparse.Namespace, profile: Profile, described: Cluster, cases: Sequence[Case]
 ) -> tuple[Curve, ...]:
     """Return the scaling curves of the strategies that could be predicted on every number of ranks."""
     found, most = list[Curve](), max(case.num_ranks for case in cases)
@@ -153,7 +148,7 @@ def _curves(
 class _Steps:
     """Predicts one strategy for any batch; what was predicted once is remembered."""
 
-    def __init__(self, namespace: argparse.Namespace, profile: Profile, cases: dict[int, _Case]) -> None:
+    def __init__(self, namespace: argparse.Namespace, profile: Profile, cases: dict[int, Case]) -> None:
         self._profile, self._cases = profile, cases
         self._clusters = {n: _cluster(namespace, profile, case) for n, case in cases.items()}
         self._known: dict[tuple[int, int], Prediction] = {}
@@ -171,19 +166,6 @@ class _Steps:
         return self._known[num_ranks, batch_size]
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A strategy on a number of ranks of the cluster, before it is predicted."""
-
-    one: Contender
-    cluster: Cluster
-    num_ranks: int
-    on_one_machine: int
-    num_threads: int
-    backend: str
-    is_here: bool
-
-
 def _describe(namespace: argparse.Namespace, here: Cluster) -> Cluster:
     def read(name: str) -> str:
         try:
@@ -192,16 +174,6 @@ def _describe(namespace: argparse.Namespace, here: Cluster) -> Cluster:
             raise UsageError(explain(f"--on names a file that cannot be read: {error}", value=name)) from error
 
     return parse_cluster(namespace.on, here, read)
-
-
-def _unmeasured_machine(on_cpu: bool) -> Cluster:
-    cores = usable_cores()
-    memory = float(psutil.virtual_memory().total)
-    if not on_cpu:
-        what = "predictions for CUDA devices from a profile are not calibrated yet"
-        raise UsageError(explain(what, fix="say --device cpu, or ask guozhuang plan --model, which uses data sheets"))
-    unknown = LinkSpeed(TCP_LATENCY_S, 0.0)
-    return Cluster(1, cores, cores, SHARED_MEMORY_LINK, unknown, SHARED_MEMORY, node_memory_bytes=memory, name="here")
 
 
 def _ranks(namespace: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
@@ -231,7 +203,7 @@ def _compared(namespace: argparse.Namespace, cluster: Cluster, on_cpu: bool, mos
     return contenders(names, None, 1, on_cpu, most)
 
 
-def _case(namespace: argparse.Namespace, cluster: Cluster, one: Contender, num_ranks: int) -> _Case:
+def _case(namespace: argparse.Namespace, cluster: Cluster, one: Contender, num_ranks: int) -> Case:
     part = cluster.with_ranks(num_ranks)
     on_one = num_ranks if part.shares_host else part.ranks_per_node
     cores = part.cores_per_node or usable_cores()
@@ -241,26 +213,10 @@ def _case(namespace: argparse.Namespace, cluster: Cluster, one: Contender, num_r
     is_here = part.num_nodes == 1 and namespace.on.partition(",")[0] in ("here", "1xhere")
     # One rank on each of several nodes meets the others over gloo alone.
     backend = one.backend or ("gloo" if part.num_nodes > 1 and part.ranks_per_node == 1 else part.transport.name)
-    return _Case(one, part, num_ranks, on_one, threads, backend, is_here)
+    return Case(one, part, num_ranks, on_one, threads, backend, is_here)
 
 
-def _wanted(cases: Sequence[_Case]) -> profiles.Wanted:
-    """Return what must be measured to predict these."""
-    least = min(case.num_threads for case in cases)
-    crowds = {(1, least): None}
-    for case in cases:
-        crowds[1, case.num_threads] = None
-        crowds[min(case.on_one_machine, _MOST_CROWD), case.num_threads] = None
-    backends = dict.fromkeys(case.backend for case in cases if case.num_ranks > 1)
-    recordings = [
-        profiles.Recording(case.one, case.num_ranks, case.cluster.num_nodes, case.backend, least)
-        for case in cases
-        if case.one.strategy not in (NO_EXCHANGE, ONE_PROCESS, *(BUCKETED if case.num_ranks == 1 else ()))
-    ]
-    return profiles.Wanted(tuple(crowds), tuple(backends), tuple(recordings))
-
-
-def _cluster(namespace: argparse.Namespace, profile: Profile, case: _Case) -> Cluster:
+def _cluster(namespace: argparse.Namespace, profile: Profile, case: Case) -> Cluster:
     """Return the cluster with this machine as measured, and with the backend of a row."""
     here = machine_of(profile, case.backend, float(psutil.virtual_memory().total))
     cluster = _describe(namespace, here)
@@ -271,7 +227,7 @@ def _row(
     namespace: argparse.Namespace,
     what: profiles.Subject,
     profile: Profile,
-    case: _Case,
+    case: Case,
     measured: Mapping[ComparedCase, tuple[float, ...]],
 ) -> Row:
     try:

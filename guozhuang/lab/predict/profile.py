@@ -7,6 +7,8 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -270,6 +272,40 @@ def _recorded(what: Subject, each: Recording, seconds: float, step_s: float, run
         return str(error)
     found = recorded(runs, spec, Path(spec.folder) / "log")
     return found.cause.removeprefix("rank 0: ") if isinstance(found, RunFailure) else found
+
+
+def kept(
+    path: Path | None,
+    what: Subject,
+    wanted: Wanted,
+    console: Console,
+    opened: Callable[[int], AbstractContextManager[Runs]],
+) -> Profile:
+    """Return a profile that holds what is wanted: the file's, extended by what it lacks, or a new one, which the file gets.
+
+    Args:
+        path: the file; None: the profile is not kept.
+        what: the training.
+        wanted: what the profile must hold; it may hold more.
+        console: for the progress.
+        opened: returns what executes runs, for ranks of so many threads; it is not called if nothing is to be measured.
+
+    Raises:
+        UsageError: the file is of another training or machine, or a run failed.
+    """
+    earlier = None
+    if path is not None and path.exists():
+        earlier = read(path, what.conditions)
+        wanted = wanted.beside(earlier)
+        lacks = " It lacks some of what is asked, and is extended." if wanted.crowds else ""
+        console.print(f"Using the profile {path} of {earlier.created}.{lacks}", highlight=False, soft_wrap=True)
+        if not wanted.crowds:
+            return earlier
+    with opened(wanted.crowds[0][1]) as runs:
+        found = measure(what, wanted, console, runs, earlier)
+    if path is not None:
+        write(found, path)
+    return found
 
 
 def read(path: Path, conditions: dict[str, str]) -> Profile:

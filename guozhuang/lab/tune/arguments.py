@@ -68,6 +68,13 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--out", type=Path, default=Path("tuned.json"), metavar="FILE", help="file of the plan (default: ./tuned.json)"
     )
+    out.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="the profile of guozhuang predict, from which settings are predicted, so that those that are far behind need no "
+        "run: used if it is there, else written (default: one is measured where the runs that it may save take longer)",
+    )
     out.add_argument("--fresh", action="store_true", help="tune also where FILE holds the plan of the same training")
     out.add_argument("--json", action="store_true", help="print the plan in place of the table")
     add_workload_arguments(made)

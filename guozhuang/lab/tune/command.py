@@ -7,6 +7,7 @@ import math
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,13 @@ import torch
 from guozhuang import units
 from guozhuang.cost.race import Race, RaceOutcome, Rules
 from guozhuang.errors import UsageError, explain
-from guozhuang.lab.plan import default_ranks
+from guozhuang.lab.plan import default_ranks, writable
+from guozhuang.lab.predict import profile as profiles
 from guozhuang.lab.predict.profile import Subject, subject
 from guozhuang.lab.results import RunFailure
 from guozhuang.lab.runs import Runs, ended_by_signals
 from guozhuang.lab.tune.arguments import OF_THE_RESULT
+from guozhuang.lab.tune.foresight import PROFILE_S, Foresight
 from guozhuang.lab.tune.knobs import Choices, RunSetting, best_cap, chosen_knobs
 from guozhuang.lab.unfinished import alone_in
 from guozhuang.lab.verdict import short
@@ -75,6 +78,10 @@ def _tuned(namespace: argparse.Namespace, progress: Console, python_path: Sequen
     out: Path = namespace.out.absolute()
     if not out.parent.is_dir() or out.is_dir():
         raise UsageError(explain("--out is no file of an existing folder", value=str(namespace.out)))
+    if namespace.profile is not None:
+        writable(namespace.profile.absolute().parent, "--profile")
+        if namespace.profile.is_dir():
+            raise UsageError(explain("--profile is a folder", value=str(namespace.profile), fix="name a file"))
     with ExitStack() as until_end:
         until_end.enter_context(ended_by_signals())
         until_end.enter_context(alone_in(out.parent, "tuner"))
@@ -86,11 +93,16 @@ def _tuned(namespace: argparse.Namespace, progress: Console, python_path: Sequen
         tuned_on = {**what.conditions, **{f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}}
         if out.exists() and (earlier := _earlier(namespace, out, tuned_on, progress)) is not None:
             return earlier
+        profile = namespace.profile or scratch / "profile.json"
+        if profile.exists():
+            profiles.read(profile, what.conditions)
         choices.others("strategy", choices.default(), None)  # finds mistakes in --strategies before any process starts
         modules = [name for name in sys.modules if name not in imported and not name.startswith("torch.")]
         per_rank = max(1, choices.num_cores // choices.num_ranks)
         runs = until_end.enter_context(Runs(scratch, per_rank, modules, python_path))
-        tuning = _Tuning(namespace, what, choices, runs, rules, progress)
+        least_s = PROFILE_S if namespace.profile is None else 0.0
+        foresight = Foresight(what, choices, runs, profile, least_s, progress)
+        tuning = _Tuning(namespace, what, choices, runs, rules, progress, foresight)
         tuning.tune(knobs)
         plan = _plan(tuning, tuned_on)
         write_plan(plan, out)
@@ -151,6 +163,7 @@ class _Tuning:
     """The state of the races: the fastest setting so far, and what each knob has shown.
 
     Attributes:
+        foresight: predicts settings, so that those that are far behind do not race; None: all race.
         now: the fastest setting so far.
         parallel: the fastest one of several ranks, from the last race that had one.
         gain: the default's time divided by that of ``now``: the product of what the races have shown.
@@ -164,6 +177,7 @@ class _Tuning:
     runs: Runs
     rules: Rules
     progress: Console
+    foresight: Foresight | None = None
     now: RunSetting = field(init=False)
     parallel: RunSetting | None = None
     gain: float = 1.0
@@ -197,7 +211,17 @@ class _Tuning:
         while not race.is_over:
             times = {}
             for name in race.turn():
+                if name not in race.alive:
+                    continue
+                began = time.monotonic()
                 took = self._run(by_name[name], race.num_rounds + 1)
+                if race.num_rounds == 0 and name == settings[0].name:
+                    # A slow setting would be run twice before it is dropped.
+                    saved_s = 2 * (time.monotonic() - began) * (len(settings) - 1)
+                    far = {} if self.foresight is None else self.foresight.far_behind(settings, saved_s)
+                    for other, why in far.items():
+                        if other != name:
+                            race.drop(other, why)
                 if isinstance(took, str):
                     race.drop(name, took)
                 else:
