@@ -110,24 +110,28 @@ def read(path: Path, *, measured: bool) -> list[Row]:
         raise UsageError(
             explain(f"{path} cannot be read as a table", value=str(fault), fix="name a CSV file")
         ) from fault
-    reader = csv.reader(io.StringIO(text, newline=""))
-    names = [name.strip() for name in next(reader, [])]
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        lines = [(reader.line_num, cells) for cells in reader if any(cell.strip() for cell in cells)]
+    except csv.Error as fault:
+        what = f"{path}, line {reader.line_num} cannot be read as cells of a table: {fault}"
+        raise UsageError(explain(what, fix="correct this line; every quotation mark is closed")) from fault
+    names = [name.strip() for name in lines[0][1]] if lines else []
     wanted = (*SIZES, "step_ms") if measured else SIZES
     missing, twice = [n for n in wanted if n not in names], [n for n in names if names.count(n) > 1]
     if missing or twice:
-        what = f"lacks the columns {', '.join(missing)}" if missing else f"has a column twice: {twice[0]}"
+        what = f"lacks the columns {', '.join(missing)}" if missing else f"has a column twice: {twice[0]!r}"
         raise UsageError(explain(f"{path} {what}", value=names, fix=f"give it the columns {', '.join(wanted)}"))
     rows = []
-    for values in reader:
-        if not any(value.strip() for value in values):
-            continue
-        where = f"{path}, line {reader.line_num}"
+    for number, values in lines[1:]:
+        where = f"{path}, line {number}"
         if len(values) != len(names):
-            raise UsageError(explain(f"{where} has {len(values)} values for {len(names)} columns", value=values))
+            what = f"{where} has {len(values)} values for {len(names)} columns"
+            raise UsageError(explain(what, value=values, fix="give it one value for each column, divided by commas"))
         cells = dict(zip(names, (value.strip() for value in values), strict=True))
         sizes = {name: int(_number(where, name, cells[name], whole=True)) for name in SIZES}
         seconds = _number(where, "step_ms", cells["step_ms"], whole=False) / 1e3 if measured else None
-        row = Row(sizes, seconds, reader.line_num, cells)
+        row = Row(sizes, seconds, number, cells)
         _check(where, row)
         rows.append(row)
     if not rows:
@@ -156,7 +160,8 @@ def _check(where: str, row: Row) -> None:
         each = row.measured()
         step(each.model, cluster=each.cluster, **each.layout)
     except UsageError as fault:
-        raise UsageError(f"{where}: {fault}") from fault
+        fix = "" if "Fix: " in str(fault) else " Fix: correct these sizes."
+        raise UsageError(f"{where}: {fault}{fix}") from fault
 
 
 @dataclass(frozen=True)
@@ -216,7 +221,14 @@ def _machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def predict(calibration: Path, rows: Path, out: Path) -> None:
-    """Predict the steps of one file from those of another; write it with ``step_ms``, and tell what to expect of it."""
+    """Predict the steps of one file from those of another; write it with ``step_ms``, and tell what to expect of it.
+
+    Raises:
+        UsageError: a file cannot be read, as :func:`read` says, or ``out`` cannot be written; nothing is written then.
+    """
+    if out.is_dir() or not out.parent.is_dir() or out.resolve() in (calibration.resolve(), rows.resolve()):
+        what = "--out names a folder, a file of a folder that is not there, or a file that is read"
+        raise UsageError(explain(what, value=str(out), fix="name another file, in a folder that exists"))
     measured, wanted = _machines(read(calibration, measured=True)), read(rows, measured=False)
     seconds: dict[int, float] = {}
     for machine, each in _machines(wanted).items():
@@ -244,7 +256,11 @@ def predict(calibration: Path, rows: Path, out: Path) -> None:
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows({**row.cells, "step_ms": f"{1e3 * seconds[row.line]:.6g}"} for row in wanted)
-    write_text(out, text.getvalue())
+    try:
+        write_text(out, text.getvalue())
+    except OSError as fault:
+        what = f"the predictions cannot be written: {fault.strerror}"
+        raise UsageError(explain(what, value=str(out), fix="name another file")) from fault
 
 
 def _held_out(rows: Sequence[Row], folds: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:

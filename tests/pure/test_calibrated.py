@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +113,41 @@ def test_the_error_on_rows_left_out_is_printed(tmp_path: Path, capsys: pytest.Ca
 def test_rows_that_cannot_be_are_named(tmp_path: Path, change: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError) as refused:
         calibrated.read(write(tmp_path / "rows.csv", [row(), row(**change)]), measured=False)
-    assert told in str(refused.value)
+    assert told in str(refused.value) and "Fix: " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "BOM": lambda text: "\ufeff" + text,
+        "CRLF": lambda text: text.replace("\n", "\r\n"),
+        "CR": lambda text: text.replace("\n", "\r"),
+        "blank lines": lambda text: "\n \n" + text.replace("\n", "\n\n") + ",,,\n",
+        "quoted": lambda text: '"' + text.replace(",", '","').replace("\n", '"\n"').removesuffix('"'),
+        "written as floats": lambda text: text.replace(",24,", ",24.0,").replace(",8,", ", 8.0 ,"),
+        "without params_b": lambda text: re.sub("(?m)^[^,\n]*,", "", text),
+        "step_ms is empty": lambda text: text.replace("pipeline", "pipeline,step_ms").replace(",1\n", ",1,\n"),
+        "more columns": lambda text: re.sub("(?m)$(?!\\Z)", ',"a, ""b"" c"', text),
+    }.items(),
+    ids=lambda each: each[0],
+)
+def test_a_table_may_be_written_in_many_ways(tmp_path: Path, change: tuple[str, Callable[[str], str]]) -> None:
+    plain = write(tmp_path / "rows.csv", [row(data=4, tensor=2), row()]).read_text().replace("\r", "")
+    other = tmp_path / "other.csv"
+    other.write_bytes(change[1](plain).encode())
+    found = [calibrated.read(path, measured=False) for path in (tmp_path / "rows.csv", other)]
+    assert [each.sizes for each in found[0]] == [each.sizes for each in found[1]]
+
+
+@pytest.mark.parametrize("out", ["rows.csv", "known.csv", "link.csv", ".", "absent/out.csv"])
+def test_an_output_that_cannot_be_leaves_all_files_as_they_are(tmp_path: Path, out: str) -> None:
+    known = write(tmp_path / "known.csv", [{**row(), "step_ms": 100}])
+    rows = write(tmp_path / "rows.csv", [row()])
+    (tmp_path / "link.csv").symlink_to(known)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match="--out names"):
+        calibrated.predict(known, rows, tmp_path / out)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(
@@ -120,8 +156,10 @@ def test_rows_that_cannot_be_are_named(tmp_path: Path, change: dict[str, Any], t
         ("", "lacks the columns gpus"),
         ("gpus,tensor\n8,1\n", "lacks the columns global_batch"),
         (",".join(calibrated.SIZES) + ",step_ms\n\n", "has no rows"),
-        (",".join(calibrated.SIZES) + ",step_ms,gpus\n", "has a column twice: gpus"),
+        (",".join(calibrated.SIZES) + ",step_ms,gpus\n", "has a column twice: 'gpus'"),
         (",".join(calibrated.SIZES) + ",step_ms\n8,64\n", "line 2 has 2 values for 11 columns"),
+        (",".join(calibrated.SIZES) + ',step_ms\n\n8,"64', "line 3 cannot be read as cells of a table"),
+        (",".join(calibrated.SIZES) + ",step_ms,note\n" + "8" * 200_000, "line 2 cannot be read as cells of a table"),
         (",".join(calibrated.SIZES) + ",step_ms\n8,64,1,2048,16,24,1024,1,8,1,0\n", "step_ms is not a positive number"),
     ],
 )
