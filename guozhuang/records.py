@@ -43,6 +43,18 @@ def to_json(document: Mapping[str, Any], not_finite: Callable[[float], Any] = st
     return json.dumps(plain(document, not_finite), indent=1, allow_nan=False)
 
 
+def checked_json(text: str, version: int, what: str, fix: str) -> dict[str, Any]:
+    """Return a JSON document with the field ``schema_version``; arguments and errors as for :func:`from_json`."""
+    try:
+        document = json.loads(text)
+        found = document["schema_version"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(explain(f"this is no {what}: {error!r}", fix=fix)) from error
+    if found != version:
+        raise UsageError(explain(f"{what} is of another version of guozhuang", value=found, fix=fix))
+    return dict(document)
+
+
 def from_json(cls: type[T], text: str, version: int, what: str, fix: str) -> T:
     """Rebuild a dataclass from a JSON document with the field ``schema_version``.
 
@@ -56,13 +68,7 @@ def from_json(cls: type[T], text: str, version: int, what: str, fix: str) -> T:
     Raises:
         UsageError: the text is no such document, has another schema version, or lacks a field.
     """
-    try:
-        document = json.loads(text)
-        found = document["schema_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(explain(f"this is no {what}: {error!r}", fix=fix)) from error
-    if found != version:
-        raise UsageError(explain(f"{what} is of another version of guozhuang", value=found, fix=fix))
+    document = checked_json(text, version, what, fix)
     try:
         return build(cls, document)
     except (KeyError, TypeError, ValueError) as error:

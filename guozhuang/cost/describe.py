@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -114,7 +115,9 @@ def _machines(word: str, here: Cluster | None) -> tuple[Cluster, str]:
         return Cluster(nodes, number, number, SHARED_MEMORY_LINK, unknown, SHARED_MEMORY), ""
     if what.lower() == "here":
         if here is None:
-            fix = f"describe it ({_EXAMPLES}), or give the document of guozhuang check --json"
+            fix = (
+                "describe it (4x8xA100-80,ib=200gbit; 2x4cores,10gbit), or give the document of guozhuang check --json"
+            )
             raise UsageError(explain("this machine was not measured", value=word, fix=fix))
         return dataclasses.replace(here, num_nodes=nodes * here.num_nodes), ""
     if system:
@@ -207,7 +210,7 @@ def _changed(cluster: Cluster, kind: str, value: str, word: str, read: Callable[
             raise UsageError(explain("no number of ranks", value=word, fix="say for example ranks=4"))
         return change(cluster, ranks_per_node=int(value))
     if kind == "memory":
-        size = parse_size(value, word)
+        size = parse_size(value)
         if cluster.device is None:
             return change(cluster, node_memory_bytes=size)
         return change(cluster, device=change(cluster.device, memory_bytes=size))
@@ -321,17 +324,24 @@ def parse_time(text: str, word: str = "") -> float:
         ) from None
 
 
-def parse_size(text: str, word: str = "") -> float:
+def parse_size(text: str, before: str = "memory=") -> float:
     """Return the bytes of ``64GiB``, ``64GB`` (both binary, as memory is sold), ``800MB``, ``1.5tib``.
+
+    Args:
+        text: the size.
+        before: what stands before it, for the text of an error: ``"--memory-limit "``.
 
     Raises:
         UsageError: it is no such size.
     """
     found = re.fullmatch(r"(?i)([\d.]+)\s*([kmgt])(?:i?b)?", text.strip())
     try:
-        return float(found.group(1)) * 1024.0 ** (1 + "kmgt".index(found.group(2).lower())) if found else float("-")
+        size = float(found.group(1)) * 1024.0 ** (1 + "kmgt".index(found.group(2).lower())) if found else 0.0
     except ValueError:
-        raise UsageError(explain("no size of memory", value=word or text, fix="say for example memory=64GiB")) from None
+        size = 0.0
+    if not 0 < size < math.inf:
+        raise UsageError(explain("no size of memory", value=f"{before}{text}", fix=f"say for example {before}64GiB"))
+    return size
 
 
 def _document(name: str, read: Callable[[str], str] | None) -> dict[str, Any]:
@@ -347,4 +357,8 @@ def _document(name: str, read: Callable[[str], str] | None) -> dict[str, Any]:
 def _read(name: str, read: Callable[[str], str] | None) -> str:
     if read is None:
         raise UsageError(explain("a file cannot be read here", value=name, fix=f"describe the cluster: {_EXAMPLES}"))
-    return read(name)
+    try:
+        return read(name)
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"the file of a cluster cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise UsageError(explain(what, value=name, fix="give the output of guozhuang check --json")) from error

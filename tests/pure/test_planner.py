@@ -215,6 +215,14 @@ def test_clusters_are_compared_and_a_budget_is_kept(capsys: pytest.CaptureFixtur
         (["--model", "bert-large", *ON, "--on", "8xH100", "--rate", "90"], "say of which: --rate 90@A100-80"),
         (["--model", "bert-large", *ON, "--measured-peak", "20GiB"], "--measured-peak 31GiB@16"),
         (["--model", "bert-large", *ON, "--measured-peak", "2GiB@16"], "not one of this training"),
+        (["--model", "bert-large", *ON, "--memory-limit", "lots"], "(got '--memory-limit lots')"),
+        (["--model", "bert-large", *ON, "--memory-limit", "1.2.3GiB"], "say for example --memory-limit 64GiB"),
+        (["--model", "bert-large", *ON, "--memory-limit", "0GiB"], "no size of memory"),
+        (["--model", "bert-large", *ON, "--measured-peak", "x@1"], "say for example --measured-peak 64GiB"),
+        (["--model", "bert-large", "--on", "absent.json", "--batch", "8"], "cannot be read: No such file"),
+        (["--model", "bert-large", "--on", "here", "--batch", "8"], "this machine was not measured"),
+        (["--model", "bert-large", *ON, "--out", "absent/plan.json"], "--out is no file of an existing folder"),
+        (["--model", "bert-large", *ON, "--out", RENT], "this is no plan"),
         (["--workload", "text", "--on", "here", "--precision", "fp32"], "--precision is for --model"),
         (["--workload", "text", "--on", "here", "--mtbf", "5"], "--mtbf is for --model"),
         (["--model", "bert-large", *ON, "--budget", "5USD"], "--budget needs prices"),
@@ -380,6 +388,8 @@ def test_a_budget_is_answered_with_days(capsys: pytest.CaptureFixture[str]) -> N
         ('date = 2026-01-01\ncurrency = "USD"\npart = [{name = "x", kind = "drive"}]', "x has no price"),
         ('date = 2026-01-01\ncurrency = "USD"\npart = [{name = "x", kind = "drive", price = "dear"}]', "price is no number"),
         ('date = 2026-01-01\ncurrency = "USD"\npart = [{name = "x", kind = "drive", price = 1, size = 2}]', "(got 'size')"),
+        ('date = 2026-01-01\ncurrency = "USD"\npart = 1', "part is no list of tables, [[part]] (got 1)"),
+        ('date = 2026-01-01\ncurrency = "USD"\nrent = ["H100"]', "rent is no list of tables"),
         ('date = 2026-01-01\ncurrency = "USD"\nprice = 3', "unknown entry (got 'price')"),
         ("date = ", "cannot be read"),
     ],
@@ -390,6 +400,12 @@ def test_prices_that_cannot_be_used_are_refused_with_their_file(content: str, sa
         read_prices(str(tmp_path / "prices.toml"))
     assert said in str(caught.value) and "Fix:" in str(caught.value)
     assert "H1O0" in content or "prices.toml" in str(caught.value)
+
+
+def test_a_price_beyond_the_columns_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "prices.csv").write_text("kind,device,per_hour,date,currency\nrent,H100,3,2026-01-01,USD,4\n")
+    with pytest.raises(UsageError, match=r"prices.csv cannot be read: .* values beyond the columns .*\['4'\]"):
+        read_prices(str(tmp_path / "prices.csv"))
 
 
 def test_counts_and_amounts() -> None:

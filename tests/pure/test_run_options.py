@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -222,11 +223,21 @@ def test_what_contradicts_a_plan_is_refused_with_both(folder: Path, more: list[s
     ("change", "words"),
     [
         ({"schema_version": 7}, "plan (p.json) is of another version of guozhuang (got 7)"),
-        ({"ranks_per_node": 0}, "no usable ranks_per_node (got '0')"),
+        ({"ranks_per_node": 0}, "no usable ranks_per_node (got 0)"),
+        ({"ranks_per_node": 2.0}, "no usable ranks_per_node (got 2.0)"),
+        ({"threads_per_rank": True}, "no usable threads_per_rank (got True)"),
         ({"ranks_per_node": "two"}, "no usable ranks_per_node"),
         ({"num_nodes": None}, "no usable num_nodes"),
         ({"strategy": 3}, "no usable strategy"),
         ({"device": 0}, "no usable device"),
+        ({"device": "tpu"}, "no usable device (got 'tpu'). Fix: write cpu or cuda"),
+        ({"in_the_script": "batches"}, "no usable in_the_script"),
+        ({"why": [1]}, "no usable why"),
+        ({"tuned_on": [1]}, "no usable tuned_on"),
+        ({"prediction": None}, "no usable prediction"),
+        ({"strateggy": "ddp"}, "unknown field (got 'strateggy'). Fix: write strategy, or remove it"),
+        ({"bucket_cap_mb": "big"}, "no usable bucket_cap_mb (got 'big')"),
+        ({"bucket_cap_mb": float("inf")}, "no usable bucket_cap_mb"),
         ({"bucket_cap_mb": -1}, "no usable bucket_cap_mb"),
     ],
 )
@@ -236,6 +247,19 @@ def test_a_plan_that_was_changed_by_hand_is_read_with_care(folder: Path, change:
     with pytest.raises(UsageError) as caught:
         plan("--plan", "p.json")
     assert words in str(caught.value) and "p.json" in str(caught.value)
+
+
+def test_no_file_of_another_kind_is_lost_to_a_plan(folder: Path) -> None:
+    (folder / "notes.json").write_text("of a user")
+    with pytest.raises(UsageError, match=r"this is no plan \(notes.json\).*name another file"):
+        write_plan(PLANNED, Path("notes.json"))
+    assert (folder / "notes.json").read_text() == "of a user"
+    tuned = dataclasses.replace(PLANNED, tuned_on={"torch": "1.0"})
+    write_plan(tuned, Path("tuned.json"))
+    with pytest.raises(UsageError, match="--out holds a plan that was tuned, which would be lost"):
+        write_plan(PLANNED, Path("tuned.json"))
+    write_plan(dataclasses.replace(tuned, why="again"), Path("tuned.json"))
+    assert read_plan("tuned.json").why == "again"
 
 
 def test_a_plan_of_several_nodes_needs_their_names(folder: Path) -> None:

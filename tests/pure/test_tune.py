@@ -17,6 +17,7 @@ from rich.console import Console
 
 from guozhuang.cost.race import Rules
 from guozhuang.errors import UsageError
+from guozhuang.lab.predict import profile as profiles
 from guozhuang.lab.results import RunFailure
 from guozhuang.lab.tune import command
 from guozhuang.lab.tune.arguments import KNOBS, OF_THE_RESULT, parser
@@ -266,12 +267,29 @@ def test_a_plan_counts_for_the_machine_and_training_for_which_it_was_tuned(
         (["--rounds", "2"], "--rounds is a count of at least 3"),
         (["--margin", "0"], "--margin is a percentage"),
         (["--timeout", "-1"], "--timeout is a number of seconds"),
+        (["--timeout", "inf"], "--timeout is a number of seconds"),
         (["--out", "/nowhere/at/all"], "--out is no file"),
+        (["--out", "."], "--out is no file"),
+        (["--out", "notes.txt"], "this is no plan"),
+        (["--out", "new.json", "--profile", "new.json"], "--profile and --out are one file"),
+        (["--profile", "."], "--profile is a folder"),
     ],
 )
-def test_options_that_cannot_work(words: list[str], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
+def test_options_that_cannot_work(words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("of a user")
+    with pytest.raises(UsageError, match=f"{text}.*Fix: "):
         command.run(parser().parse_args(words))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["of a user"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"half', b"[]", b"3", b"\xff\xfe", b"[" * 100_000, b'{"schema_version": 0}']
+)
+def test_a_profile_that_cannot_be_read_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_bytes(content)
+    with pytest.raises(UsageError, match=r"profile.*profile\.json.*Fix: remove .*profile\.json"):
+        profiles.read(tmp_path / "profile.json", {})
 
 
 def test_knobs_keep_their_order_and_a_fused_optimizer_steps() -> None:

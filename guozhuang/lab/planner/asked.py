@@ -31,7 +31,7 @@ def options_of(found: argparse.Namespace, prices: Prices | None, cluster: Cluste
 def memory_of(found: argparse.Namespace, cluster: Cluster) -> float:
     """Return the memory of a rank: that of ``--memory-limit``, else of its device."""
     if found.memory_limit is not None:
-        return parse_size(found.memory_limit)
+        return parse_size(found.memory_limit, "--memory-limit ")
     memory = cluster.rank_memory_bytes
     if memory is None:
         fix = "give --memory-limit, as in --memory-limit 16GiB"

@@ -13,6 +13,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.lab.planner import arguments, asked, buying, report
 from guozhuang.lab.planner.prices import Prices, read_prices
 from guozhuang.lab.planner.training import Phase, Searched, check_rates, phases_of, rank_counts, search_cluster
+from guozhuang.launch.options.plan_file import replaced_plan
 from guozhuang.records import to_json
 
 # Options that a model which is only described is planned by.
@@ -32,6 +33,8 @@ def execute(found: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
     Raises:
         UsageError: it cannot be understood, or nothing fits; the text says what would.
     """
+    if found.out is not None:
+        replaced_plan(found.out, is_tuned=False)  # before anything is measured or computed
     if found.training_script is not None:
         from guozhuang.lab.planner import fake
 

@@ -107,6 +107,10 @@ def read_prices(path: str) -> Prices:
         raise UsageError(explain(what, value=path, fix="give the path of a TOML or CSV file")) from error
     except (tomllib.TOMLDecodeError, csv.Error) as error:
         raise UsageError(explain(f"{path} cannot be read: {error}", fix=_FORM)) from error
+    for kind in ("part", "rent"):
+        tables = document.get(kind, [])
+        if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+            raise UsageError(explain(f"{path}: {kind} is no list of tables, [[{kind}]]", value=tables, fix=_FORM))
     rows = [*document.get("part", ()), *({**each, "kind": "rent"} for each in document.get("rent", ()))]
     if unknown := document.keys() - {"part", "rent", "date", "currency"}:
         raise UsageError(explain(f"{path} has an unknown entry", value=", ".join(sorted(unknown)), fix=_FORM))
@@ -136,7 +140,10 @@ def read_prices(path: str) -> Prices:
 
 def _of_csv(text: str) -> dict[str, Any]:
     text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#"))
-    rows = list(csv.DictReader(io.StringIO(text), skipinitialspace=True, strict=True))
+    reader = csv.DictReader(io.StringIO(text), skipinitialspace=True, strict=True)
+    rows = list(reader)
+    if more := next((row[None] for row in rows if None in row), None):
+        raise csv.Error(f"a row has values beyond the columns {', '.join(reader.fieldnames or ())}: {more}")
     rows = [{(key or "").strip(): (value or "").strip() for key, value in row.items()} for row in rows]
     return {
         "part": [row for row in rows if row.get("kind") != "rent"],

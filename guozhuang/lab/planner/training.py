@@ -303,7 +303,7 @@ def _peak(text: str) -> tuple[float, float]:
     if not at:
         fix = "write --measured-peak 31GiB@16, for micro-batches of 16 samples"
         raise UsageError(explain("--measured-peak needs the samples of the measured micro-batch", value=text, fix=fix))
-    return parse_size(size, text), count("--measured-peak", samples)
+    return parse_size(size, "--measured-peak "), count("--measured-peak", samples)
 
 
 def check_rates(phases: Sequence[Phase], names: Iterable[str]) -> None:

@@ -47,7 +47,7 @@ def run(found: argparse.Namespace, python_path: Sequence[str] = ()) -> int:
     namespace = _as_predict_has_it(found)
     if found.top < 1:
         raise UsageError(explain("--top is a number of rows, at least 1", value=found.top, fix="leave it out"))
-    limit = None if found.memory_limit is None else parse_size(found.memory_limit)
+    limit = None if found.memory_limit is None else parse_size(found.memory_limit, "--memory-limit ")
     try:
         with ended_by_signals(), tempfile.TemporaryDirectory(prefix="guozhuang-") as scratch:
             predictions, _, cluster = perform(namespace, Path(scratch), Console(stderr=True), python_path)

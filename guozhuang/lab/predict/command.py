@@ -167,13 +167,7 @@ class _Steps:
 
 
 def _describe(namespace: argparse.Namespace, here: Cluster) -> Cluster:
-    def read(name: str) -> str:
-        try:
-            return Path(name).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(explain(f"--on names a file that cannot be read: {error}", value=name)) from error
-
-    return parse_cluster(namespace.on, here, read)
+    return parse_cluster(namespace.on, here, lambda name: Path(name).read_text(encoding="utf-8"))
 
 
 def _ranks(namespace: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:

@@ -319,7 +319,12 @@ def read(path: Path, conditions: dict[str, str]) -> Profile:
         UsageError: it is no profile, or was measured under other conditions; the text names them.
     """
     fix = f"remove {path}, so that it is measured again"
-    found = from_json(Profile, path.read_text(), SCHEMA_VERSION, str(path), fix)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"the profile {path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise UsageError(explain(what, fix=f"{fix}, or name another file")) from error
+    found = from_json(Profile, text, SCHEMA_VERSION, f"profile ({path})", fix)
     differs = [
         f"{name}: {found.conditions.get(name, 'none')} then, {conditions.get(name, 'none')} now"
         for name in [*conditions, *(found.conditions.keys() - conditions.keys())]

@@ -31,7 +31,7 @@ from guozhuang.lab.tune.knobs import Choices, RunSetting, best_cap, chosen_knobs
 from guozhuang.lab.unfinished import alone_in
 from guozhuang.lab.verdict import short
 from guozhuang.lab.worker import RunSpec
-from guozhuang.launch.options.plan_file import TrainingPlan, read_plan, write_plan
+from guozhuang.launch.options.plan_file import TrainingPlan, replaced_plan, write_plan
 from guozhuang.records import differences
 from guozhuang.world.devices import backend_of_cpu_ranks, num_cuda
 from guozhuang.world.layout import Layout
@@ -76,9 +76,11 @@ def _tuned(namespace: argparse.Namespace, progress: Console, python_path: Sequen
     knobs = chosen_knobs(namespace.knobs)
     rules = _checked(namespace, len(knobs))
     out: Path = namespace.out.absolute()
-    if not out.parent.is_dir() or out.is_dir():
-        raise UsageError(explain("--out is no file of an existing folder", value=str(namespace.out)))
+    replaced_plan(out, is_tuned=True)
     if namespace.profile is not None:
+        if namespace.profile.resolve() == out.resolve():
+            fix = "name another file for the profile"
+            raise UsageError(explain("--profile and --out are one file", value=str(namespace.profile), fix=fix))
         writable(namespace.profile.absolute().parent, "--profile")
         if namespace.profile.is_dir():
             raise UsageError(explain("--profile is a folder", value=str(namespace.profile), fix="name a file"))
@@ -113,11 +115,14 @@ def _checked(namespace: argparse.Namespace, num_knobs: int) -> Rules:
     for option, least in (("ranks", 1), ("steps", 1), ("rounds", 3), ("warmup_steps", 2)):
         value = getattr(namespace, option)
         if value is not None and value < least:
-            raise UsageError(explain(f"--{option.replace('_', '-')} is a count of at least {least}", value=value))
-    if not namespace.timeout > 0:
-        raise UsageError(explain("--timeout is a number of seconds above 0", value=namespace.timeout))
+            what = f"--{option.replace('_', '-')} is a count of at least {least}"
+            raise UsageError(explain(what, value=value, fix=f"give {least} or more, or leave it out"))
+    if not 0 < namespace.timeout < math.inf:
+        what = "--timeout is a number of seconds above 0"
+        raise UsageError(explain(what, value=namespace.timeout, fix="leave it out for 600"))
     if not 0 < namespace.margin < 100:
-        raise UsageError(explain("--margin is a percentage between 0 and 100", value=namespace.margin))
+        what = "--margin is a percentage between 0 and 100"
+        raise UsageError(explain(what, value=namespace.margin, fix="leave it out for 2"))
     return Rules(_FALSE_WINS / num_knobs, namespace.margin / 100, namespace.rounds)
 
 
@@ -138,10 +143,8 @@ def _earlier(
     namespace: argparse.Namespace, out: Path, tuned_on: dict[str, str], progress: Console
 ) -> TrainingPlan | None:
     """Return the plan that a file holds already, if it was tuned for the same; say what differs if not."""
-    found = read_plan(str(out), "--out")
-    if not found.tuned_on:
-        what = "--out holds a plan that was not tuned, which would be lost"
-        raise UsageError(explain(what, value=str(out), fix="name another file"))
+    found = replaced_plan(out, is_tuned=True)
+    assert found is not None
     differs = differences(found.tuned_on, tuned_on)
     if differs:
         progress.print(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.records import differences, from_json, to_json, write_text
+from guozhuang.records import build, checked_json, differences, to_json, write_text
 
 _VERSION = 1
 
@@ -26,11 +28,23 @@ _OPTIONS = {
     "threads_per_rank": ("--threads-per-rank", "threads_per_rank"),
 }
 
-_KINDS: dict[str, type[int] | type[str] | type[float]] = {
-    **dict.fromkeys(("num_nodes", "ranks_per_node", "microbatches", "groups", "threads_per_rank"), int),
-    **dict.fromkeys(("strategy", "layout", "schedule", "backend", "hosts", "device"), str),
-    "bucket_cap_mb": float,
-}
+# What each field holds in the file, beside None, in words and as a test.
+_COUNT = ("a whole number of at least 1", lambda value: type(value) is int and value >= 1)
+_TEXT = ("a text", lambda value: isinstance(value, str))
+_NAMED = ("names with their values", lambda value: isinstance(value, dict))
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("num_nodes", "ranks_per_node", "microbatches", "groups", "threads_per_rank"), _COUNT),
+    **dict.fromkeys(("strategy", "layout", "schedule", "backend", "hosts", "why", "date"), _TEXT),
+    **dict.fromkeys(("versions", "prediction", "tuned_on"), _NAMED),
+    "device": ("cpu or cuda", lambda value: value in ("cpu", "cuda")),
+    "bucket_cap_mb": ("a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf),
+    "in_the_script": (
+        "a list of texts", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
+    ),
+}  # fmt: skip
+_OPTIONAL = ("microbatches", "groups", "threads_per_rank", "strategy", "layout", "schedule", "backend", "hosts", "device",
+             "bucket_cap_mb")  # fmt: skip
+_NEEDED = ("num_nodes", "ranks_per_node")
 
 
 @dataclass(frozen=True)
@@ -108,13 +122,36 @@ def write_plan(plan: TrainingPlan, path: Path) -> None:
     """Write a plan to a file, which appears complete or not at all.
 
     Raises:
-        UsageError: the file cannot be written.
+        UsageError: the file cannot be written, or holds something that would be lost, as :func:`replaced_plan` says.
     """
+    replaced_plan(path, is_tuned=bool(plan.tuned_on))
     try:
         write_text(path, to_json(asdict(plan)) + "\n")
     except OSError as error:
         what = f"the plan cannot be written: {error.strerror}"
         raise UsageError(explain(what, value=str(path), fix="give --out the path of a file in a folder")) from error
+
+
+def replaced_plan(path: Path, *, is_tuned: bool) -> TrainingPlan | None:
+    """Return the plan that is in a file for a new one, which ``--out`` names; None if there is no such file.
+
+    Args:
+        path: the file.
+        is_tuned: whether the new plan is found by measuring.
+
+    Raises:
+        UsageError: it is no file of an existing folder; or it holds something else than a plan, a plan that was measured where
+            the new one is computed, or the reverse.
+    """
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(explain("--out is no file of an existing folder", value=str(path), fix="name such a file"))
+    if not path.exists():
+        return None
+    found = read_plan(str(path), "--out")
+    if bool(found.tuned_on) != is_tuned:
+        what = f"--out holds a plan that was {'not ' if is_tuned else ''}tuned, which would be lost"
+        raise UsageError(explain(what, value=str(path), fix="name another file"))
+    return found
 
 
 def read_plan(path: str, option: str = "--plan") -> TrainingPlan:
@@ -128,25 +165,24 @@ def read_plan(path: str, option: str = "--plan") -> TrainingPlan:
         UsageError: the file cannot be read, is no plan, or one of another version; the text names the file.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         what = f"the plan {path} cannot be read: {getattr(error, 'strerror', None) or error}"
         fix = f"give {option} a file that `guozhuang plan --out` or `guozhuang tune --out` wrote"
         raise UsageError(explain(what, fix=fix)) from error
     fix = "make it again with `guozhuang plan` or `guozhuang tune` and --out, or name another file"
-    found = from_json(TrainingPlan, text, _VERSION, f"plan ({path})", fix)
-    for name, kind in _KINDS.items():
-        value = getattr(found, name)
-        needs = name in ("num_nodes", "ranks_per_node")
-        is_one = isinstance(value, kind) and not isinstance(value, bool) and (isinstance(value, str) or value > 0)
-        if (value is None and needs) or (value is not None and not is_one):
+    document = checked_json(text, _VERSION, f"plan ({path})", fix)
+    for name in document.keys() - {"schema_version"} - _KINDS.keys():
+        near = difflib.get_close_matches(name, _KINDS, 1)
+        hint = f"write {near[0]}, or remove it" if near else "remove it"
+        raise UsageError(explain(f"the plan {path} has an unknown field", value=name, fix=hint))
+    for name, (words, is_one) in _KINDS.items():
+        value = document.get(name)
+        is_left_out = (name in _OPTIONAL and value is None) or (name not in document and name not in _NEEDED)
+        if not is_left_out and not is_one(value):
             what = f"the plan {path} has no usable {name}"
-            raise UsageError(explain(what, value=repr(value), fix=f"write {_words_of(kind)}, or {fix}"))
-    return found
-
-
-def _words_of(kind: type) -> str:
-    return {int: "a whole number of at least 1", float: "a number above 0"}.get(kind, "a text")
+            raise UsageError(explain(what, value=value, fix=f"write {words}, or {fix}"))
+    return build(TrainingPlan, document)
 
 
 def apply_plan(found: argparse.Namespace, environ: Mapping[str, str]) -> None:
