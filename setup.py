@@ -40,16 +40,20 @@ EXTENSIONS = [
     extension(KERNELS, "_rows", ("_rows.c",)),
 ]
 
-# The distribution that lets `import horovod` find us lies beside us, and on no index. Whoever installs from here gets it; what
-# is handed on (an sdist, a wheel) does without it: a path means nothing elsewhere, and a name that nobody holds could be
-# anybody's.
-BESIDE = Path(__file__).resolve().parent / "packaging" / "horovod"
-REDIRECT = "guozhuang-horovod @"
-HOROVOD = [
-    *([f"{REDIRECT} {BESIDE.as_uri()}"] if BESIDE.is_dir() and "sdist" not in sys.argv else []),
-    "pyyaml",
-    "scikit-learn",
-]
+# The distributions that let `import horovod` and so on find us lie beside us, and on no index. Whoever installs from here gets
+# them; what is handed on (an sdist, a wheel) does without them: a path means nothing elsewhere, and a name that nobody holds
+# could be anybody's.
+BESIDE = Path(__file__).resolve().parent / "packaging"
+REDIRECTED = ("horovod",)
+
+
+def redirect(root: str) -> list[str]:
+    """Return the requirement that brings the package ``root``, where it lies beside us."""
+    where = BESIDE / root
+    return [f"guozhuang-{root} @ {where.as_uri()}"] if where.is_dir() and "sdist" not in sys.argv else []
+
+
+HOROVOD = [*redirect("horovod"), "pyyaml", "scikit-learn"]
 ACCELERATE, LIGHTNING = ["accelerate>=1.0"], ["lightning>=2.4"]
 EXTRAS = {
     "accelerate": ACCELERATE,
@@ -88,7 +92,8 @@ class Wheel(bdist_wheel):
         if getattr(self, "is_handed_on", False):
             metadata = Path(wheelfile_base, "METADATA")
             lines = metadata.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if not line.startswith(f"Requires-Dist: {REDIRECT}")]
+            beside = tuple(f"Requires-Dist: guozhuang-{root} @" for root in REDIRECTED)
+            kept = [line for line in lines if not line.startswith(beside)]
             metadata.write_text("".join(kept), encoding="utf-8")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-PATH_FILE = "guozhuang_horovod.pth"
+(PATH_FILE,) = (path.name for path in Path(__file__).parent.glob("*.pth"))
 
 
 class BuildWithPathFile(build_py):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from guozhuang.compat import redirect
 from guozhuang.compat.horovod.runner import arguments, engine_options, function_run, launch, run, static_run
 from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings, settings_of
 from guozhuang.errors import UsageError
@@ -403,10 +404,12 @@ def test_the_text_of_a_failure_names_the_process() -> None:
 
 
 def test_the_top_level_package_is_one_text() -> None:
-    """The extra's distribution has the same file as the folder that `guozhuang run` puts on the path."""
-    ours = ROOT / "guozhuang/compat/horovod/on_path/horovod/__init__.py"
-    extras = ROOT / "packaging/horovod/guozhuang_horovod/horovod/__init__.py"
-    assert ours.read_text() == extras.read_text()
-    assert sorted(path.name for path in ours.parents[1].iterdir()) == [
-        "horovod"
-    ]  # nothing else comes to the path with it
+    """The extras' distributions have the same file as the folder that `guozhuang run` puts on the path."""
+    folder = ROOT / "guozhuang" / redirect.ON_PATH_FOLDER
+    texts = set()
+    for root in redirect.SYSTEMS:
+        texts.add((folder / root / "__init__.py").read_text())
+        texts.add((ROOT / "packaging" / root / f"guozhuang_{root}" / root / "__init__.py").read_text())
+    assert len(texts) == 1
+    assert sorted(path.name for path in folder.iterdir()) == sorted(redirect.SYSTEMS)  # nothing else comes to the path
+    assert len({(ROOT / "packaging" / root / "setup.py").read_text() for root in redirect.SYSTEMS}) == 1

@@ -1,7 +1,7 @@
 """Horovod's Python interface, carried out by Guozhuang: functions have the names and module paths that they have in Horovod.
 
 ``import horovod.torch as hvd`` finds ``guozhuang.compat.horovod.torch``: always under ``guozhuang run``, and everywhere if the
-extra ``horovod`` is installed. ``redirect.py`` shows how; docs/horovod.md lists the differences.
+extra ``horovod`` is installed. ``compat/redirect.py`` shows how; docs/horovod.md lists the differences.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from guozhuang.compat.redirect import ON_PATH_FOLDER
 from guozhuang.launch.request import Extension, with_folders
 
 # In an elastic run this environment variable holds a worker's number and the address of the driver.
@@ -13,10 +14,8 @@ OF_A_PROCESS = tuple(
     "HOROVOD_" + name
     for name in ("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "ELASTIC")
 )
-# A folder that holds only the package `horovod`; where the real Horovod is installed, that package loads the real one.
-FOLDER = "compat/horovod/on_path"
 EXTENSION = Extension(
-    python_path=(FOLDER,),
+    python_path=(ON_PATH_FOLDER,),
     of_a_process=(ELASTIC, *OF_A_PROCESS),
     carried=("HOROVOD_",),
     other_names={"GLOO_SOCKET_IFNAME": "HOROVOD_GLOO_IFACE"},
@@ -35,5 +34,5 @@ OF_HOROVODRUN = dataclasses.replace(
         "HOROVOD_CPU_OPERATIONS": "gloo",
     },
 )
-#: The path of ``FOLDER`` on this machine.
+#: The path of ``ON_PATH_FOLDER`` on this machine.
 ON_PATH = with_folders("", EXTENSION.python_path)["PYTHONPATH"]

@@ -1,4 +1,4 @@
-"""Make ``import horovod.X`` return the module ``guozhuang.compat.horovod.X``: one object under both names.
+"""Make ``import horovod.X`` return the module ``guozhuang.compat.horovod.X``, and so for each system in ``SYSTEMS``.
 
 [Note: one module, two names] A module that is imported by two names must be one object; otherwise each copy would have classes
 and state of its own. So the finder below stands before those that search folders, and its loader runs no code: it returns the
@@ -10,6 +10,7 @@ ones that name ``horovod`` can be read wherever ``horovod`` can be imported.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -18,36 +19,70 @@ import sys
 from collections.abc import Sequence
 from types import CodeType, ModuleType
 
-_THEIRS, _OURS = "horovod", "guozhuang.compat.horovod"
-# Parts of Horovod for other frameworks, which Guozhuang does not have; scripts try to import them to see what is installed.
-MISSING = ("_keras", "keras", "mxnet", "ray", "spark", "tensorflow")
+#: Relative to this package. It holds one package for each of ``SYSTEMS``; where the real one is installed, that one is loaded.
+ON_PATH_FOLDER = "compat/on_path"
 
 
-def install() -> None:
-    """Make ``horovod`` and ``horovod.*`` mean the modules of this package, in this process. Repeated calls are harmless."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
-    sys.modules[_THEIRS] = importlib.import_module(_OURS)
+@dataclasses.dataclass(frozen=True)
+class System:
+    """Another system that scripts import.
+
+    Attributes:
+        root: the name of its package.
+        target: the package that takes its place.
+        missing: parts of it that Guozhuang does not have, as they stand after ``<root>.``; scripts try to import them to see
+            what is installed.
+        why: what the error says whoever imports one of them, after "<root>.X is not there: ".
+    """
+
+    root: str
+    target: str
+    missing: tuple[str, ...]
+    why: str
+
+
+SYSTEMS = {
+    each.root: each
+    for each in (
+        System(
+            "horovod",
+            "guozhuang.compat.horovod",
+            ("_keras", "keras", "mxnet", "ray", "spark", "tensorflow"),
+            "Guozhuang stands in for Horovod, and has its PyTorch part only (horovod.torch)",
+        ),
+    )
+}
+
+
+def install(root: str) -> None:
+    """Make ``<root>`` and ``<root>.*`` mean the modules of its target, in this process. Repeated calls are harmless."""
+    system = SYSTEMS[root]
+    if not any(isinstance(finder, _Finder) and finder.system is system for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(system))
+    sys.modules[root] = importlib.import_module(system.target)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """The import system's finder for names ``horovod.X``, which it resolves to ``guozhuang.compat.horovod.X``."""
 
+    def __init__(self, system: System) -> None:
+        self.system = system
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec that loads Guozhuang's module of that name; None if the name is not Horovod's or no such module exists.
+        """Return a spec that loads Guozhuang's module of that name; None if it is not this system's, or there is none.
 
         Raises:
-            ModuleNotFoundError: Horovod has this module and Guozhuang does not; the text says so.
+            ModuleNotFoundError: the system has this module and Guozhuang does not; the text says so.
         """
-        if not fullname.startswith(f"{_THEIRS}."):
+        system = self.system
+        if not fullname.startswith(f"{system.root}."):
             return None
-        rest = fullname.removeprefix(f"{_THEIRS}.")
-        if rest.split(".")[0] in MISSING:
-            what = f"{fullname} is not there: Guozhuang stands in for Horovod, and has its PyTorch part only (horovod.torch)"
-            raise ModuleNotFoundError(what, name=fullname)
-        ours = importlib.util.find_spec(f"{_OURS}.{rest}")
+        rest = fullname.removeprefix(f"{system.root}.")
+        if any(rest == part or rest.startswith(f"{part}.") for part in system.missing):
+            raise ModuleNotFoundError(f"{fullname} is not there: {system.why}", name=fullname)
+        ours = importlib.util.find_spec(f"{system.target}.{rest}")
         if ours is None:
             return None
         found = importlib.machinery.ModuleSpec(
