@@ -24,7 +24,7 @@ ON_PATH_FOLDER = "compat/on_path"
 
 
 @dataclasses.dataclass(frozen=True)
-class System:
+class OtherSystem:
     """Another system that scripts import.
 
     Attributes:
@@ -44,7 +44,7 @@ class System:
 SYSTEMS = {
     each.root: each
     for each in (
-        System(
+        OtherSystem(
             "horovod",
             "guozhuang.compat.horovod",
             ("_keras", "keras", "mxnet", "ray", "spark", "tensorflow"),
@@ -65,7 +65,7 @@ def install(root: str) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """The import system's finder for names ``horovod.X``, which it resolves to ``guozhuang.compat.horovod.X``."""
 
-    def __init__(self, system: System) -> None:
+    def __init__(self, system: OtherSystem) -> None:
         self.system = system
 
     def find_spec(
