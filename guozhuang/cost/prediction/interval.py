@@ -33,7 +33,8 @@ MEASURED: Mapping[tuple[str, bool], tuple[float, int]] = {
 }  # fmt: skip
 _UNCOMPARED, _A_DOUBLING, _LINKS = 1.25, 1.15, 1.5
 _SMALL = 4096  # bytes of the smallest collective that a profile measures; smaller ones cost as much
-_BUSY = 0.2  # of the cores, by other programs, while a profile was measured
+#: A profile is in doubt if other programs used more than this share of the cores while it was measured.
+BUSY = 0.2
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def doubts(
         why = f"collectives {far:.0f} times as large, or among as many times the ranks, as were measured"
         factor = 1 + (_A_DOUBLING ** math.log2(far) - 1) * min(1.0, 0.1 + exposed)
         found.append(Doubt(why, factor, CHECK))
-    if profile.busy > _BUSY:
+    if profile.busy > BUSY:
         why = f"other programs kept {profile.busy:.0%} of the cores busy when the profile was measured"
         found.append(Doubt(why, 1 + profile.busy, PROFILE))
     return found

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from guozhuang.cost.prediction.interval import BUSY
 from guozhuang.cost.prediction.predict import BUCKETED, ONE_PROCESS, Prediction, machine_of, predict
 from guozhuang.errors import UsageError
 from guozhuang.lab.predict import profile as profiles
@@ -83,6 +84,10 @@ class Foresight:
             )
         except UsageError as error:
             self._progress.print(f"Nothing is predicted: {error}", highlight=False, soft_wrap=True, markup=False)
+            return {}
+        if profile.busy > BUSY:
+            what = f"other programs kept {profile.busy:.0%} of the cores busy when the profile was measured"
+            self._progress.print(f"Nothing is predicted: {what}.", highlight=False)
             return {}
         found = {}
         for setting in settings:
