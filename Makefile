@@ -12,7 +12,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 
 # What an installation depends on.
 ENGINE := setup.py $(wildcard guozhuang/groups/shared_memory/*.[ch] guozhuang/exchange/kernels/*.[ch]) \
-	$(wildcard packaging/horovod/*.py packaging/horovod/*.pth packaging/horovod/*.toml packaging/horovod/*/horovod/*.py)
+	$(wildcard packaging/*/*.py packaging/*/*.pth packaging/*/*.toml packaging/*/*/*/*.py)
 
 .PHONY: demo test test-all test-torch mutations docs lint style install clean
 .DELETE_ON_ERROR:
@@ -68,7 +68,7 @@ style: $(VENV)/.installed-test
 install: $(VENV)/.installed-text
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build *.egg-info packaging/horovod/build packaging/horovod/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build *.egg-info packaging/*/build packaging/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: '$(PYTHON)' was not found. Fix: install Python 3.11 or later (apt install python3 python3-venv), or set PYTHON=/path/to/python3."; exit 1; }

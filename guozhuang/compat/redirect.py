@@ -45,6 +45,12 @@ SYSTEMS = {
     each.root: each
     for each in (
         OtherSystem(
+            "byteps",
+            "guozhuang.compat.byteps",
+            ("_keras", "keras", "misc", "mxnet", "tensorflow"),
+            "Guozhuang stands in for BytePS, and has its PyTorch part only (byteps.torch)",
+        ),
+        OtherSystem(
             "horovod",
             "guozhuang.compat.horovod",
             ("_keras", "keras", "mxnet", "ray", "spark", "tensorflow"),

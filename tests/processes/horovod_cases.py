@@ -36,16 +36,17 @@ def as_tests(
     slow: Sequence[str] = ("4",),
     enters: bool = True,
     prefix: str = "case_",
+    system: Any = hvd,
 ) -> Callable[..., None]:
     """A test of each case of a module in each world: its environment by a word that begins with the number of ranks.
 
-    ``enters`` the Horovod world before the first case; if not, each case enters and leaves it by itself.
+    ``enters`` the world of the ``system`` before the first case; if not, each case enters and leaves it by itself.
     """
     names = names_of_cases(namespace, prefix)
 
     @functools.cache
     def outcome(world: str) -> list[dict[str, str]]:
-        told = (namespace["__name__"], names, enters)
+        told = (namespace["__name__"], names, enters, system.__name__)
         return run_ranks(run_cases, int(world[0]), *told, init=False, env=dict(worlds[world]))
 
     @pytest.mark.parametrize("world", [pytest.param(w, marks=pytest.mark.slow) if w in slow else w for w in worlds])
@@ -64,11 +65,12 @@ def check(outcome: Sequence[Mapping[str, str]], name: str) -> None:
         pytest.skip("not reached: a case before it failed")
 
 
-def run_cases(rank: int, size: int, module: str, names: Sequence[str], enters: bool) -> dict[str, str]:
+def run_cases(rank: int, size: int, module: str, names: Sequence[str], enters: bool, system: str) -> dict[str, str]:
     """Return the traceback of each case by its name; "" where it passed."""
     results: dict[str, str] = {}
+    bound = importlib.import_module(system)
     if enters:
-        hvd.init()
+        bound.init()
     try:
         for name in names:
             torch.manual_seed(rank)
@@ -79,7 +81,7 @@ def run_cases(rank: int, size: int, module: str, names: Sequence[str], enters: b
                 break
             results[name] = ""
     finally:
-        hvd.shutdown()
+        bound.shutdown()
     return results
 
 

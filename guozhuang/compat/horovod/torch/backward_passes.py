@@ -271,6 +271,10 @@ class BackwardPasses(ABC):
         self._closed()
         self._num_left = len(self.units)
 
+    def sent(self) -> list[Tensor]:
+        """Return the parameters whose gradients are under way."""
+        return [one.parameter for unit in self.units if unit.pending is not None for one in unit.members]
+
     def handles(self) -> dict[Any, tuple[Any, Any]]:
         """Return running exchanges by parameter, or by tuple of parameters for a group; None where a gradient is not sent."""
         found: dict[Any, tuple[Any, Any]] = {}

@@ -199,25 +199,30 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         HorovodInternalError: a rank is lost. The optimizer is unchanged, but tensors that it had already may hold root's
             values.
     """
+    send_optimizer_state(optimizer, root_rank, _STATE)
+
+
+def send_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, called: str) -> None:
+    """Do what ``broadcast_optimizer_state`` says, in operations whose names begin with ``called``."""
     if not hasattr(optimizer, "param_groups"):
         what = f"what has no param_groups is no optimizer: an object of {type(optimizer).__name__}"
-        raise ValueError(explain(what, fix="give the optimizer; parameters are for hvd.broadcast_parameters"))
+        raise ValueError(explain(what, fix="give the optimizer; parameters are for broadcast_parameters"))
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(explain("the state of LBFGS cannot be broadcast", fix="use another optimizer"))
     rank = required().rank
     tensors: list[Tensor] = []
     described = _described(optimizer, tensors) if rank == root_rank else None
-    described = broadcast_object(described, root_rank, _STATE)
+    described = broadcast_object(described, root_rank, called)
     shapes = _shapes(optimizer)
     fits = torch.tensor([shapes == described.shapes], dtype=torch.uint8)
-    if not allreduce_(fits, name=f"{_STATE}.fits", op=Min).item():
+    if not allreduce_(fits, name=f"{called}.fits", op=Min).item():
         what = "the optimizers of the ranks hold different parameters"
         value = "here " + _counted(shapes) + f", on rank {root_rank} " + _counted(described.shapes)
         fix = "build the same model and the same groups of parameters on every rank"
         raise ValueError(explain(what, value=value, rank=rank, fix=fix))
     taken = None if rank == root_rank else _Taken(optimizer, described)
     sent = tensors if taken is None else taken.tensors
-    _overwrite(((f"{_STATE}.{number}", tensor) for number, tensor in enumerate(sent)), root_rank)
+    _overwrite(((f"{called}.{number}", tensor) for number, tensor in enumerate(sent)), root_rank)
     if taken is not None:
         taken.put(optimizer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -60,6 +61,13 @@ class HandleTable:
         except NegotiationError as error:
             raise HorovodInternalError(str(error)) from error.__cause__  # not ``from error``, which has the same text
         return finish(outputs, handle)
+
+    def settle(self, number: int) -> None:
+        """Wait until the operation with this number was completed or has failed, without forgetting it or raising its error."""
+        found = self._pending.get(number)
+        if found is not None:
+            with contextlib.suppress(NegotiationError):
+                found[0].wait()
 
     def left(self) -> None:
         """Drop all but the newest results that were not fetched; called after a shutdown, when no operation is running.

@@ -77,7 +77,7 @@ class _Distributed(Optimizer):
 
     @backward_passes_per_step.setter
     def backward_passes_per_step(self, passes: int) -> None:
-        self._exchange.num_passes = _checked_passes(passes)
+        self._exchange.num_passes = checked_passes(passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the number of backward passes before each ``step``. Call it between steps, on every rank.
@@ -110,6 +110,10 @@ class _Distributed(Optimizer):
         Raises:
             AssertionError: gradients are being exchanged.
         """
+        self._may_zero()
+        super().zero_grad(*args, **kwargs)
+
+    def _may_zero(self) -> None:
         if self._exchange.is_open:
             what = (
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -117,7 +121,6 @@ class _Distributed(Optimizer):
             )
             fix = "call zero_grad() after step(), or before backward()"
             raise AssertionError(explain(what, fix=fix))
-        super().zero_grad(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as an optimizer of the wrapped class: hooks and running exchanges belong to this process."""
@@ -133,6 +136,7 @@ class _DistributedOptimizer(_Distributed):
 
     _synchronized = False
     _should_synchronize = True
+    _warns_of_two_exchanges = True
 
     def synchronize(self) -> None:
         """Wait until all gradients are combined; afterwards ``.grad`` holds the result, the same on all ranks.
@@ -177,7 +181,8 @@ class _DistributedOptimizer(_Distributed):
             The result of the wrapped optimizer's ``step``.
         """
         if self._should_synchronize:
-            if self._synchronized and not self._exchange.is_open:  # open: gradients have come since ``synchronize``
+            # Open: gradients have come since ``synchronize``.
+            if self._warns_of_two_exchanges and self._synchronized and not self._exchange.is_open:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                     "This can cause training slowdown: everything is exchanged twice. Call step() inside "
@@ -299,18 +304,9 @@ def DistributedOptimizer(
         ValueError: names are missing or double, groups cannot be formed, a number is invalid, or Adasum with LBFGS.
         NotImplementedError: Adasum in a process set other than the global one.
     """
-    if isinstance(optimizer, _Distributed):
-        raise ValueError(
-            explain("the optimizer is distributed already", value=type(optimizer).__name__, fix="wrap it once")
-        )
-    if not isinstance(optimizer, Optimizer):
-        what = "DistributedOptimizer wraps an optimizer of torch.optim, or one derived from torch.optim.Optimizer"
-        raise ValueError(explain(what, value=type(optimizer).__name__, fix="give the optimizer, not the model"))
+    check_arguments(optimizer, compression)
     if op not in (Average, Sum, Adasum):
         raise ValueError(explain("op is no way to combine gradients", value=op, fix="use hvd.Average, Sum or Adasum"))
-    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
-        fix = "give hvd.Compression.none, hvd.Compression.fp16, or an object with both"
-        raise ValueError(explain("compression has no compress and decompress", value=compression, fix=fix))
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError(explain("gradient_predivide_factor not supported with op != Average", value=op))
     if not gradient_predivide_factor > 0:
@@ -319,7 +315,7 @@ def DistributedOptimizer(
         text = "Parameter `num_groups` has been replaced by `groups`; pass the number there."
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    _checked_passes(backward_passes_per_step)
+    checked_passes(backward_passes_per_step)
     if groups is not None:
         check_groups(groups)
     names = names_of(named_parameters, optimizer.param_groups)
@@ -334,12 +330,12 @@ def DistributedOptimizer(
         if groups is not None:
             text = "groups are not used with op=Adasum, which combines each parameter's step by itself."
             warnings.warn(text, stacklevel=2)
-        adaptive: Any = _derived(_DistributedAdasumOptimizer, optimizer)
+        adaptive: Any = derived(_DistributedAdasumOptimizer, optimizer)
         adaptive._take_over(optimizer, names, op, process_set)
         adaptive._exchange = AdasumUnits(names, process_set, backward_passes_per_step, compression, adaptive._step_on)
         adaptive._hook()
         return adaptive
-    made: Any = _derived(_DistributedOptimizer, optimizer)
+    made: Any = derived(_DistributedOptimizer, optimizer)
     made._take_over(optimizer, names, op, process_set)
     made._exchange = GradientUnits(
         names, process_set, backward_passes_per_step, compression, op, gradient_predivide_factor, sparse_as_dense
@@ -350,11 +346,26 @@ def DistributedOptimizer(
     return made
 
 
+def check_arguments(optimizer: Any, compression: Any) -> None:
+    """Raise ValueError unless the optimizer can be made distributed, with this compressor."""
+    if isinstance(optimizer, _Distributed):
+        raise ValueError(
+            explain("the optimizer is distributed already", value=type(optimizer).__name__, fix="wrap it once")
+        )
+    if not isinstance(optimizer, Optimizer):
+        what = "DistributedOptimizer wraps an optimizer of torch.optim, or one derived from torch.optim.Optimizer"
+        raise ValueError(explain(what, value=type(optimizer).__name__, fix="give the optimizer, not the model"))
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        fix = "give Compression.none, Compression.fp16, or an object with both"
+        raise ValueError(explain("compression has no compress and decompress", value=compression, fix=fix))
+
+
 def _empty(kind: type[Optimizer]) -> Optimizer:
     return kind.__new__(kind)
 
 
-def _derived(kind: type[_Distributed], optimizer: Optimizer) -> Any:
+def derived(kind: type[_Distributed], optimizer: Optimizer) -> Any:
+    """Return a bare object of a new class of the optimizer's own name, derived from ``kind`` and the optimizer's class."""
     base = type(optimizer)
     body = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     made: Any = types.new_class(base.__name__, (kind, base), exec_body=lambda namespace: namespace.update(body))
@@ -375,7 +386,8 @@ def _form_groups(exchange: GradientUnits, groups: ParameterGroups, process_set: 
     exchange.group(grouped(names, [one.parameter for one in exchange.hooked], groups, of_first_rank))
 
 
-def _checked_passes(passes: int) -> int:
+def checked_passes(passes: int) -> int:
+    """Return the number of backward passes before each step; ValueError if it is less than one."""
     if passes <= 0:
         raise ValueError(explain("backward_passes_per_step must be > 0", value=passes))
     return passes

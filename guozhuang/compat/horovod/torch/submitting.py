@@ -46,6 +46,7 @@ class Call:
         in_place: whether the results are written into the inputs.
         fields: further fields of the ``Submission``.
         splits_device: of an all-to-all, the device of the result tensor with the number of rows from each rank.
+        divisor: a number by which each result is divided, in its own dtype; that of integers is cut towards zero.
     """
 
     kind: Kind
@@ -55,6 +56,7 @@ class Call:
     in_place: bool = False
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     splits_device: torch.device | None = None
+    divisor: int = 1
 
     def begin(self, tensors: Sequence[Tensor]) -> int:
         """Submit the collective and return its handle, without waiting for it.
@@ -86,6 +88,8 @@ class Call:
 
         def finish(outputs: list[Tensor], handle: Handle) -> Any:
             results = list(tensors) if self.in_place else outputs
+            for each in results if self.divisor != 1 else ():
+                each.detach().div_(self.divisor, rounding_mode=None if each.is_floating_point() else "trunc")
             if handle.received_splits is not None:
                 return results[0], torch.tensor(handle.received_splits, dtype=torch.int32, device=self.splits_device)
             return results if self.is_group or not results else results[0]

@@ -1,0 +1,186 @@
+"""Enter and leave BytePS's world, suspend and resume it, declare names, and say which variables mean nothing here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from guozhuang.compat.horovod.common.basics import HorovodBasics
+from guozhuang.compat.horovod.common.state import HorovodState, state
+from guozhuang.compat.prepared import say_once
+from guozhuang.errors import UsageError, explain
+
+_NOT_INITIALIZED = "BytePS has not been initialized; use bps.init()."
+# Bytes travel by gloo, shared memory or NCCL, whatever these ask for.
+_RDMA = ("DMLC_ENABLE_RDMA", "BYTEPS_ENABLE_IPC", "BYTEPS_RDMA_")
+_NOTHING_HERE = (
+    *("BYTEPS_PCIE_SWITCH_SIZE", "BYTEPS_NCCL_NUM_RINGS", "BYTEPS_NCCL_GROUP_SIZE", "BYTEPS_REDUCE_ROOTS"),
+    *("BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BYTEPS_ENABLE_MIXED_MODE", "BYTEPS_MIXED_MODE_BOUND"),
+    *("BYTEPS_THREADPOOL_SIZE", "BYTEPS_OMP_THREAD_PER_GPU", "BYTEPS_SERVER_ENGINE_THREAD", "BYTEPS_NUMA_"),
+    *("BYTEPS_PARTITION_BYTES", "BYTEPS_MIN_COMPRESS_BYTES", "BYTEPS_SCHEDULING_CREDIT", "BYTEPS_SOCKET_PATH"),
+    *("BYTEPS_SERVER_ENABLE_SCHEDULE", "BYTEPS_SERVER_ENGINE_BLOCKING", "BYTEPS_SERVER_DEBUG", "BYTEPS_TRACE_"),
+    *("BYTEPS_TELEMETRY_ON", "BYTEPS_LOG_LEVEL", "BYTEPS_LOG_HIDE_TIME", "BYTEPS_DEBUG_SAMPLE_TENSOR"),
+    *("BYTEPS_ZMQ_", "PS_KEY_LOG", "PS_VERBOSE", "UCX_HANDLE_ERRORS"),
+)
+
+
+class DeclaredNames:
+    """The names that were declared in this process, each with a key: the place in their order.
+
+    Attributes:
+        keys: the key of each declared name, in their order; empty after ``shutdown`` and ``suspend``.
+    """
+
+    def __init__(self) -> None:
+        self.keys: dict[str, int] = {}
+        self._first: dict[str, None] = {}  # all names ever declared, in the order in which each came first
+
+    def declare(self, name: str) -> int:
+        """Give a name the next key, unless it has one; return 0. It may be called before ``init``.
+
+        Raises:
+            ValueError: the name is no text.
+        """
+        if not isinstance(name, str):
+            raise ValueError(explain("declare takes a name", value=type(name).__name__, fix="give a str"))
+        self._first.setdefault(name)
+        self.keys.setdefault(name, len(self.keys))
+        return 0
+
+    def forget(self) -> None:
+        """Take all keys back; the order of the names is kept."""
+        self.keys.clear()
+
+    def declare_again(self) -> None:
+        """Declare all names that were ever declared, in their first order, so that keys are those from before a suspension."""
+        for name in self._first:
+            self.declare(name)
+
+
+declared = DeclaredNames()
+_basics = HorovodBasics()
+
+
+def here(error: type[Exception] = ValueError) -> HorovodState:
+    """Return the world of this process.
+
+    Raises:
+        error: ``init`` was not called.
+    """
+    found = state()
+    if found is None or not _basics.is_initialized():
+        raise error(_NOT_INITIALIZED)
+    return found
+
+
+def init(lazy: bool = True) -> None:
+    """Meet the other ranks. Every rank must call this; a second call does nothing.
+
+    Args:
+        lazy: BytePS waits for other ranks in ``init`` only if it is False, else at the first tensor; here ranks meet at once.
+
+    Raises:
+        WorldError: a rank did not join in time; the text names it.
+        UsageError: the launcher's variables contradict each other.
+    """
+    _basics.init()
+    if here().rank == 0:
+        _say_what_means_nothing(os.environ)
+
+
+def shutdown() -> None:
+    """Leave the world, if this process is in one; operations that have not ended fail. ``init`` may be called again."""
+    _basics.shutdown()
+    declared.forget()
+
+
+def suspend() -> None:
+    """Do as ``shutdown``, in order to ``resume`` later."""
+    shutdown()
+
+
+def resume(num_workers: int, num_servers: int, global_rank: int, context: Any = None) -> None:
+    """Enter a world again after ``suspend``, and declare all names in their first order. Every rank must call this.
+
+    Weights and optimizer stay as they are on each rank: broadcast them where ranks are new.
+
+    Args:
+        num_workers: number of machines, as in DMLC_NUM_WORKER, which it sets.
+        num_servers: number of servers, as in DMLC_NUM_SERVER, which it sets.
+        global_rank: the rank that this process is to have, as in BYTEPS_GLOBAL_RANK, which it sets.
+        context: without meaning, as in BytePS.
+
+    Raises:
+        UsageError: not suspended; a number is invalid; the launcher gives another rank, or another number of machines.
+        WorldError: a rank did not resume in time; the text names it.
+    """
+    given = {"num_workers": (num_workers, 1), "num_servers": (num_servers, 0), "global_rank": (global_rank, 0)}
+    for name, (value, least) in given.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(explain(f"resume takes a whole number of at least {least} as {name}", value=value))
+    if state() is not None:
+        fix = "call bps.suspend() first, on every rank"
+        raise UsageError(explain("resume was called while BytePS runs", rank=here().rank, fix=fix))
+    names = ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_GLOBAL_RANK")
+    for name, (value, _) in zip(names, given.values(), strict=True):
+        os.environ[name] = str(value)
+    init(lazy=False)
+    found = here()
+    size = num_workers * found.place.local_size
+    if (found.size, found.rank) != (size, global_rank):
+        is_size, rank = found.size != size, found.rank
+        shutdown()
+        where = os.environ.get("DMLC_PS_ROOT_URI", "the launcher's address")
+        what = f"{num_workers} machines of {found.place.local_size} ranks are {size} ranks, and {found.size} have met"
+        fix = f"all {size} must call resume with these numbers, and meet at DMLC_PS_ROOT_URI ({where})"
+        if not is_size:
+            what, fix = f"the launcher gives this process rank {rank}", "give the rank that bps.rank() was"
+        raise UsageError(
+            explain(what, value=f"resume({num_workers}, {num_servers}, {global_rank})", rank=rank, fix=fix)
+        )
+    declared.declare_again()
+
+
+def size() -> int:
+    """Return the number of ranks. Like ``rank`` and the others it raises ValueError before ``init``."""
+    return here().size
+
+
+def rank() -> int:
+    """Return the rank of this process, from 0."""
+    return here().rank
+
+
+def local_size() -> int:
+    """Return how many ranks this machine has."""
+    return here().place.local_size
+
+
+def local_rank() -> int:
+    """Return the rank of this process among those of its machine."""
+    return here().place.local_rank
+
+
+def is_asynchronous() -> bool:
+    """Return whether BYTEPS_ENABLE_ASYNC asks for asynchronous training.
+
+    Raises:
+        UsageError: it is neither 0 nor 1.
+    """
+    text = os.environ.get("BYTEPS_ENABLE_ASYNC", "0").strip() or "0"
+    if text not in ("0", "1"):
+        raise UsageError(explain("BYTEPS_ENABLE_ASYNC is 0 or 1", value=text, fix="set 1 for asynchronous training"))
+    return text == "1"
+
+
+def _say_what_means_nothing(names: Iterable[str]) -> None:
+    """Say which variables are set and mean nothing here."""
+    is_set = sorted(name for name in names if os.environ.get(name, "0").strip() not in ("", "0"))
+    rdma = [name for name in is_set if name.startswith(_RDMA)]
+    if rdma:
+        what = "bytes travel by gloo, shared memory or NCCL; RDMA is NCCL's own choice (NCCL_IB_DISABLE)"
+        say_once(f"{', '.join(rdma)}: {what}")
+    nothing = [name for name in is_set if name.startswith(_NOTHING_HERE)]
+    if nothing:
+        say_once(f"these variables are set, and mean nothing to Guozhuang (docs/byteps.md): {', '.join(nothing)}")
