@@ -2,7 +2,7 @@
 
     python -m benchmarks.prediction predict --out predictions.json    # profiles one process; prints the hash
     python -m benchmarks.prediction measure --out measured.json [--rounds 3] [--links shm,1gbit] [--ranks 2,3,4]
-    python -m benchmarks.prediction judge predictions.json measured.json [--hash SHA256]
+    python -m benchmarks.prediction judge predictions.json measured.json [--hash SHA256] [--before earlier.json]
 
 A cell is a strategy, a link, a number of ranks and a model: BERT-tiny, mini and small with fused AdamW on 8 x 64 random tokens
 a rank. On `shm` and `gloo` all ranks are on one host; else each is a host of its own (a network namespace; needs root) behind
@@ -14,7 +14,8 @@ the file whose hash is printed.
 order of links and of strategies rotates. `judge` prints the mean absolute percentage error, median, p95, worst and bias by
 strategy, link, model and ranks, how often the stated interval holds what was measured, the null models beside it (perfect
 scaling: the step of one process; what CPU time and wire add up to without overlap), and the regret of the strategy that the
-predictions choose among the exact ones and among all.
+predictions choose among the exact ones and among all. With `--before`, an earlier file of `measure`, its steps are judged as
+predictions are, cell by cell: how well one measurement foretells the next.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import math
 import shlex
 import statistics
 import subprocess
@@ -141,6 +143,7 @@ class Judged:
     perfect_s: float
     sum_s: float
     measured_s: float
+    before_s: float | None
 
     @property
     def error(self) -> float:
@@ -174,14 +177,15 @@ def judge(asked: argparse.Namespace) -> None:
     if asked.hash and asked.hash != told:
         sys.exit(f"{asked.predictions} has the hash {told}, and not {asked.hash}: it was changed after it was written")
     predicted, measured = (json.loads(path.read_text()) for path in (asked.predictions, asked.measured))
+    before = json.loads(asked.before.read_text()) if asked.before else {}
     judged = []
     for key, turns in measured.items():
         one = predicted["cells"].get(key)
-        measured_s = step_s(turns, int(key.split()[1]))
+        measured_s, before_s = (step_s(each, int(key.split()[1])) for each in (turns, before.get(key, [])))
         if one is not None and measured_s is not None:
             link, ranks, model, name = key.split()
             cell = Cell(link, int(ranks), model, name)
-            numbers = one["step_s"], tuple(one["interval_s"]), one["perfect_s"], one["bounds"][1], measured_s
+            numbers = one["step_s"], tuple(one["interval_s"]), one["perfect_s"], one["bounds"][1], measured_s, before_s
             judged.append(Judged(cell, *numbers))
     if not judged:
         sys.exit("no cell was both predicted and measured while nothing else computed on the machine")
@@ -190,6 +194,9 @@ def judge(asked: argparse.Namespace) -> None:
     print(line("**all**", judged, lambda one: one.predicted_s))
     print(line("null model: perfect scaling", judged, lambda one: one.perfect_s))
     print(line("null model: everything one after another", judged, lambda one: one.sum_s))
+    if again := [each for each in judged if each.before_s is not None]:
+        print(line("of these measured before, the predictions", again, lambda one: one.predicted_s))
+        print(line("null model: what was measured before", again, lambda one: one.before_s or math.nan))
     for position, what in enumerate(("link", "ranks", "model", "strategy")):
         for value in dict.fromkeys(each.cell[position] for each in judged):
             some = [each for each in judged if each.cell[position] == value]
@@ -223,6 +230,7 @@ def parse() -> argparse.Namespace:
     measuring.add_argument("--budget-s", type=float, default=300.0, help="of one link in one round")
     judging.add_argument("predictions", type=Path)
     judging.add_argument("measured", type=Path)
+    judging.add_argument("--before", type=Path, help="an earlier file of `measure`")
     judging.add_argument("--hash", help="what `predict` printed")
     return parser.parse_args()
 
