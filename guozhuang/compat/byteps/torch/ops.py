@@ -77,8 +77,7 @@ class _Turns:
         try:
             handle = call.begin([tensor])
         except DuplicateNameError:
-            for earlier in handles:
-                table.settle(earlier)
+            table.settle(handles[0])  # the one that had this turn before
             handle = call.begin([tensor])
         self._num_begun[name] = self._num_begun.get(name, 0) + 1
         self._last[name] = [*handles[1 - _NUM_TURNS :], handle]
