@@ -1,4 +1,4 @@
-"""The interfaces of other systems (Horovod), so that scripts for them run unchanged. Only ``public`` and ``cli`` import this.
+"""The interfaces of other systems (Horovod, BytePS): their scripts run unchanged. Only ``public`` and ``cli`` import this.
 
 Strategies for such systems are declared here as data, which ``public`` adds to the table of strategies.
 """
@@ -25,6 +25,13 @@ def _horovod(model: nn.Module, optimizer: Optimizer, setup: object) -> tuple[nn.
     return strategy.prepare(model, optimizer)
 
 
+def _byteps(model: nn.Module, optimizer: Optimizer, setup: object) -> tuple[nn.Module, Optimizer]:
+    from guozhuang.compat.byteps import torch as system
+    from guozhuang.compat.horovod import strategy
+
+    return strategy.prepare(model, optimizer, system)
+
+
 #: Pairs: the strategy in the table after which to insert this one, and the fields of its ``guozhuang.strategies.Strategy``.
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     (
@@ -38,6 +45,19 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
             "prepare": _horovod,
             "source": "Sergeev and Del Balso, Horovod: fast and easy distributed deep learning in TensorFlow, 2018, "
             "arXiv:1802.05799",
+        },
+    ),
+    (
+        "horovod",
+        {
+            "name": "byteps",
+            "summary": "BytePS's DistributedOptimizer: gradients are matched by name, in whatever order they come",
+            "exact": True,
+            "trains": True,
+            "one_process": False,
+            "prepare": _byteps,
+            "source": "Jiang et al., A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU "
+            "Clusters, OSDI 2020",
         },
     ),
 )

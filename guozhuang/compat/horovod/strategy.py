@@ -1,4 +1,4 @@
-"""``strategy="horovod"``: makes the calls that a Horovod script makes between making its optimizer and training."""
+"""``strategy="horovod"``, ``"byteps"``: makes the calls that such a script makes between making its optimizer and training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import guozhuang.compat.horovod.torch as hvd
 from guozhuang import world
 
 
-def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+def prepare(model: nn.Module, optimizer: Optimizer, system: Any = hvd) -> tuple[nn.Module, Optimizer]:
     """Prepare a plain model and its optimizer for training with Horovod. Every rank must call this, after ``guozhuang.init()``.
 
     Starts the engine that matches gradients by name, if it does not run yet; the engine ends with the world. Broadcasts the
@@ -24,14 +24,18 @@ def prepare(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimize
     Unlike in a Horovod script, gradients are combined when backward returns, as under every other strategy: they can be clipped
     and unscaled without ``synchronize()`` and ``skip_synchronize()``.
 
+    Args:
+        model, optimizer: what is trained.
+        system: the module with the calls: that of Horovod, or of BytePS, which has the same.
+
     Returns:
         The model, and the distributed optimizer.
     """
-    hvd.init()
-    world.before_leaving(hvd.shutdown)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    distributed = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    system.init()
+    world.before_leaving(system.shutdown)
+    system.broadcast_parameters(model.state_dict(), root_rank=0)
+    system.broadcast_optimizer_state(optimizer, root_rank=0)
+    distributed = system.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     _Synchronizing(distributed)
     return model, distributed
 

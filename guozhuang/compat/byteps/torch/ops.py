@@ -77,7 +77,8 @@ class _Turns:
         try:
             handle = call.begin([tensor])
         except DuplicateNameError:
-            table.settle(handles[0])  # the one that had this turn before
+            for earlier in handles[:1]:  # the one that had this turn before
+                table.settle(earlier)
             handle = call.begin([tensor])
         self._num_begun[name] = self._num_begun.get(name, 0) + 1
         self._last[name] = [*handles[1 - _NUM_TURNS :], handle]
