@@ -31,10 +31,23 @@ from tests.waiting import Answer, remaining, until
 
 MARK = "GUOZHUANG_TEST_RUN"
 HOROVODRUN = "guozhuang.compat.horovod.runner.launch:run_commandline"
+BPSLAUNCH = "guozhuang.compat.byteps.bpslaunch:main"
 # Prefixes of variables by which a launcher, a scheduler, an outer run or a terminal would tell something to what a test starts.
 _TOLD = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "OMP_", "PET_", "TORCHELASTIC", "GUOZHUANG", "HOROVOD"),
-    *("SLURM", "OMPI_", "PMI", "GLOO_", "NCCL_", "PWD", "COLUMNS", "LINES"),
+    *(
+        "DMLC_",
+        "BYTEPS_",
+        "NVIDIA_VISIBLE_DEVICES",
+        "SLURM",
+        "OMPI_",
+        "PMI",
+        "GLOO_",
+        "NCCL_",
+        "PWD",
+        "COLUMNS",
+        "LINES",
+    ),
 )
 ROOT = Path(__file__).resolve().parents[1]
 

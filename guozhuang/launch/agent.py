@@ -60,7 +60,10 @@ def run(found: argparse.Namespace, request: Request) -> int:
         UsageError: the options cannot work; nothing was started.
     """
     try:
-        report = _run(plan(found, {**os.environ, **request.extension.defaults(os.environ)}), request)
+        ours = plan(found, {**os.environ, **request.extension.defaults(os.environ)})
+        if request.members is not None and not request.members.has_ranks:
+            ours = dataclasses.replace(ours, num_local_ranks=0, num_servers=request.members.num_servers)
+        report = _run(ours, request)
     except WorldError as error:
         report = RunReport(str(error), code=getattr(error, "code", 1), is_cause=not isinstance(error, OtherNodeError))
     if request.report is not None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from guozhuang.launch.rendezvous.members import Members
+
 
 @dataclass(frozen=True)
 class RunReport:
@@ -133,6 +135,7 @@ class Request:
         terminals: for standard output and standard error: (whether it is shown on a terminal, whether to colour it);
             None: the agent inspects its own streams.
         finished: called when the ranks of this node have ended with 0, before the agent waits for the other nodes.
+        members: the agents that meet, if not every one is that of a node with ranks; None: as many as --nnodes says.
     """
 
     extension: Extension = NO_EXTENSION
@@ -144,3 +147,4 @@ class Request:
     max_restarts: int | None = None
     terminals: tuple[tuple[bool, bool], tuple[bool, bool]] | None = None
     finished: Callable[[], None] = _nothing
+    members: Members | None = None

@@ -107,7 +107,7 @@ class ServersOfANode:
     """The parameter servers beside the ranks of one node, restarted with the ranks in each attempt.
 
     Args:
-        count: how many servers; with 0 all methods do nothing.
+        count: how many servers; with 0 there may be some on other nodes, of which the ranks are told.
         say: called with each line that they print.
     """
 
@@ -126,10 +126,10 @@ class ServersOfANode:
         Returns:
             The environment variables by which the ranks find the servers.
         """
-        if not self._count:
-            return {}
         counts = [share.servers for share in attempt.shares]
         begin, count = sum(counts[: attempt.node]), sum(counts)
+        if not count:
+            return {}
         self._is_alone = len(counts) == 1
         if self._is_alone:
             self._store = keep(MeetingPoint(interfaces.LOOPBACK, 0), _STORE_S)

@@ -290,7 +290,7 @@ def roll_call(
         settings: further texts by name that this rank publishes.
 
     Raises:
-        UsageError: two processes claim the same rank.
+        UsageError: two processes claim the same rank, or were told different numbers of ranks.
         WorldError: a rank did not join within ``timeout_s`` (the text names the missing ranks), or its launcher told that it
             ended before (``tell_ended``), or the process that keeps the store is gone or does not answer. Every rank that
             waits raises.
@@ -318,6 +318,14 @@ class _RollCall:
 
     def run(self) -> list[RankCard]:
         store, rank, size = self._store, self._rank, self._size
+        first = int(store.compare_set("size", "", str(size)))
+        if first != size:
+            what = f"the processes do not agree how many they are: rank {rank} was told {size}, and another one {first}"
+            text = explain(
+                what, fix="give all of them the same numbers; end processes that are left from an earlier run"
+            )
+            store.set("verdict", text)
+            raise UsageError(text)
         claim(store, rank, size)
         store.set(f"host/{rank}", self._card.to_text())
         if store.add("present", 1) == size:

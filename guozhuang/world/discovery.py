@@ -6,13 +6,15 @@ import os
 from collections.abc import Callable, Mapping
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.world import mpi, slurm, torchrun
+from guozhuang.world import dmlc, mpi, slurm, torchrun
 from guozhuang.world.identity import Identity
 from guozhuang.world.variables import number
 
-# Tried in this order: under mpirun inside a Slurm job ranks inherit srun's variables too, so Open MPI comes before Slurm.
+# Tried in this order: DMLC's variables are exported for this purpose, as RANK is. Under mpirun inside a Slurm job ranks inherit
+# srun's variables too, so Open MPI comes before Slurm.
 # To add a launcher, write a module with a function like those below, and add the function to this tuple.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], Identity | None], ...] = (
+    dmlc.read,
     mpi.read_open_mpi,
     slurm.read,
     mpi.read_hydra,

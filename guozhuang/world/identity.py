@@ -23,7 +23,8 @@ class World:
         num_nodes: how many nodes there are.
         device: the device on which this rank computes; a CUDA device always has its index.
         launcher: the launcher's name: "torchrun" (also ``guozhuang run``), "environment" (another program exported RANK and so
-            on), "slurm" (srun), "openmpi" (its mpirun), "hydra" (mpiexec of MPICH and Intel MPI), or "alone".
+            on, or DMLC_WORKER_ID and so on), "slurm" (srun), "openmpi" (its mpirun), "hydra" (mpiexec of MPICH and Intel MPI),
+            or "alone".
         layout: how many ranks share the batch, and how many divide the model; by default all ranks share the batch.
     """
 

@@ -108,11 +108,11 @@ def test_to_look_costs_one_question_however_many_nodes_there_are() -> None:
         for _ in range(10):
             one.look()
         assert store.asked == 10
-        other._send("gave up", 1, 1, 1, "lost a peer")  # a reaction: the cause is waited for
+        other._send("gave up", 1, 1, 1, "node 1: lost a peer")  # a reaction: the cause is waited for
         for _ in range(10):
             one.look()
         assert store.asked == 10 + 10 + 2, "each look asks once, and what is new is read once, when it is there"
-        other._send("gave up", 1, 0, 7, "boom")
+        other._send("gave up", 1, 0, 7, "node 1: boom")
         with pytest.raises(OtherNodeError, match="node 1: boom"):
             one.look()
     finally:

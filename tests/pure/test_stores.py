@@ -336,6 +336,10 @@ class Counting(dist.Store):
         self._ask("add")
         return self.inner.add(key, amount)
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._ask("compare_set")
+        return self.inner.compare_set(key, expected, desired)
+
     def set(self, key: str, value: str) -> None:
         self._ask("set")
         self.inner.set(key, value)

@@ -24,6 +24,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -62,6 +63,7 @@ class OtherAgents:
         keeper: the agent that keeps the store, as in "the agent of node 0 at 10.0.0.1:29500".
         is_keeper: whether this agent keeps the store; then ``close`` waits until the other agents need it no more.
         silence_s: how long a heartbeat may stay unchanged, in seconds.
+        names: what errors call the agents, by their numbers; None: "node 3" and so on.
     """
 
     def __init__(
@@ -72,7 +74,10 @@ class OtherAgents:
         keeper: str,
         is_keeper: bool,
         silence_s: float = SILENCE_S,
+        names: Sequence[str] | None = None,
     ) -> None:
+        self._names = [f"node {other}" for other in range(num_nodes)] if names is None else names
+        self._name = self._names[node]
         self._store, self._node, self._num_nodes = store, node, num_nodes
         self._keeper, self._is_keeper = keeper, is_keeper
         self._silence_s = silence_s
@@ -206,8 +211,8 @@ class OtherAgents:
         lost = self._loss()
         if not self._given_up:
             return lost
-        kind, cause, code, text = min(self._given_up.values())
-        first = OtherNodeError(f"node {cause}: {text}", code)
+        kind, _, code, text = min(self._given_up.values())
+        first = OtherNodeError(text, code)
         if kind == 0 or lost is not None:
             return first if kind == 0 else lost
         now = time.monotonic()
@@ -226,7 +231,7 @@ class OtherAgents:
         if other == self._node:
             what = f"the other nodes gave this one up: no sign of life for {self._silence_s:.0f} s"
             return OtherNodeError(f"{what}{self._own_stop()}")
-        what = f"node {other} (host {host}): no sign of life of its agent for {self._silence_s:.0f} s"
+        what = f"{self._names[other]} (host {host}): no sign of life of its agent for {self._silence_s:.0f} s"
         return OtherNodeError(f"{what}: it was killed or stopped, or its host is off or cut off{self._own_stop()}")
 
     def give_up(self, text: str, code: int, is_reaction: bool) -> OtherNodeError | None:
@@ -244,7 +249,7 @@ class OtherAgents:
             self._store.hurry()
         self._gave_up = True
         try:
-            self._send("gave up", self._node, int(is_reaction), code, text)
+            self._send("gave up", self._node, int(is_reaction), code, f"{self._name}: {text}")
             cause = None
             while is_reaction and cause is None:
                 time.sleep(max(_LOOK_S, self._look_s))
@@ -253,7 +258,7 @@ class OtherAgents:
         except dist.DistNetworkError:
             self._has_ended = True
             return OtherNodeError(self.who_is_gone()) if is_reaction else None
-        return None if cause is None or str(cause).startswith(f"node {self._node}: ") else cause
+        return None if cause is None or str(cause).startswith(f"{self._name}: ") else cause
 
     def are_done(self, attempt: str) -> bool:
         """Report that the ranks of this node have ended with 0; return whether the ranks of all nodes have.

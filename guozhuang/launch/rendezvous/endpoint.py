@@ -14,7 +14,8 @@ from torch.distributed.launcher.api import LaunchConfig
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.console.say import say
 from guozhuang.launch.rendezvous.agents import SILENCE_S
-from guozhuang.launch.rendezvous.fixed import JOIN_FIX, STORE_S, FixedRendezvous, meeting_point, say_if_open
+from guozhuang.launch.rendezvous.fixed import STORE_S, FixedRendezvous, meeting_point, say_if_open
+from guozhuang.launch.rendezvous.members import nodes
 from guozhuang.launch.request import Request
 from guozhuang.net import interfaces
 from guozhuang.net import store as stores
@@ -51,14 +52,18 @@ def open_fixed(plan: Plan, config: LaunchConfig, request: Request) -> FixedRende
         what = f"--node-rank is the number of this node, from 0 to {num_nodes - 1} with --nnodes {num_nodes}"
         raise UsageError(explain(what, value=options.node_rank, fix="give each node its own"))
     given = plan.node.meeting_point if plan.node is not None else None
+    members = request.members
+    if members is not None:
+        port_option = members.port_option or port_option
     return FixedRendezvous(
         given or meeting_point(host, port, plan.secret, options.interface, port_option),
-        options.node_rank,
+        None if members is not None and members.takes_next else options.node_rank,
         num_nodes,
         config.run_id,
         timeout_s,
         attempt=request.attempt,
         silence_s=_silence_s(config.rdzv_configs) if request.max_restarts is None else _UNDER_A_LAUNCHER_S,
+        members=members,
     )
 
 
@@ -89,7 +94,7 @@ def open_for_torch(plan: Plan, config: LaunchConfig) -> WorldStore:
 
 def _keep_or_join(point: MeetingPoint, is_keeper: bool, timeout_s: float, is_sure: bool) -> WorldStore:
     if not is_keeper:
-        return join(point, None, timeout_s, who="the store of the agent that keeps it", fix=JOIN_FIX)
+        return join(point, None, timeout_s, who="the store of the agent that keeps it", fix=nodes(1).join_fix)
     try:
         kept = keep(point, STORE_S, warn=say)
     except UsageError:
@@ -97,7 +102,7 @@ def _keep_or_join(point: MeetingPoint, is_keeper: bool, timeout_s: float, is_sur
             raise
         # The port is taken; another agent of this node may keep the store there, so join that store.
         here = replace(point, host=stores.listening_address(point))
-        return join(here, None, 5.0, who="the store of the agent that keeps the port", fix=JOIN_FIX)
+        return join(here, None, 5.0, who="the store of the agent that keeps the port", fix=nodes(1).join_fix)
     say_if_open(kept, point.secret)
     return kept
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.console.say import say
 from guozhuang.launch.rendezvous.agents import SILENCE_S, OtherAgents, OtherNodeError
+from guozhuang.launch.rendezvous.members import Members, nodes
 from guozhuang.net import end_request, interfaces
 from guozhuang.net import store as stores
 from guozhuang.net.client import Client, PatientStore
@@ -31,11 +32,7 @@ from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.watch.processes import ENDED_BY_SIGTERM
 
 STORE_S = 300.0  # timeout in seconds of one operation of a store that an agent keeps
-JOIN_FIX = (
-    "check that `guozhuang run` was started there, the address, the port, and that both or none have GUOZHUANG_SECRET"
-)
 _AGENTS = "guozhuang agents"  # prefix of the agents' keys in the store; all other keys belong to the ranks
-_NODE_0 = "the agent of node 0"
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Attempt:
     Attributes:
         number: how many attempts there were before; the same on all nodes.
         node: the number of this node.
-        shares: the shares of all nodes, in the order of their numbers.
+        shares: the shares of all nodes, in the order of their numbers. Who has no ranks does not count as a node for ranks.
         host, port: the address at which the ranks of this node reach the store.
     """
 
@@ -86,13 +83,14 @@ class Attempt:
         """Return the environment variables that give a rank its place in the world, as torchrun sets them."""
         own, before = self.shares[self.node], self.shares[: self.node]
         place = self.place(local_rank)
+        with_ranks = [node for node, share in enumerate(self.shares) if share.ranks]
         found = {
             "RANK": place["rank"],
             "WORLD_SIZE": place["size"],
             "LOCAL_RANK": local_rank,
             "LOCAL_WORLD_SIZE": own.ranks,
-            "GROUP_RANK": self.node,
-            "GROUP_WORLD_SIZE": len(self.shares),
+            "GROUP_RANK": with_ranks.index(self.node),
+            "GROUP_WORLD_SIZE": len(with_ranks),
             "ROLE_NAME": own.role,
             "ROLE_RANK": sum(share.ranks for share in before if share.role == own.role) + local_rank,
             "ROLE_WORLD_SIZE": sum(share.ranks for share in self.shares if share.role == own.role),
@@ -139,12 +137,13 @@ class FixedRendezvous:
     Args:
         point: the address of node 0, or the ports to search for agents that srun or mpirun started; with one node, an address
             of loopback, and port 0 means any free port.
-        node_rank: the number of this node.
+        node_rank: the number of this node; None if ``members`` says that it takes a free one.
         num_nodes: number of nodes of the run.
         run_id: distinguishes runs whose agents use the same store.
         timeout_s: how long the rendezvous may take, in seconds.
         attempt: how many times earlier agents have started the ranks of this run.
         silence_s: how long an agent may send no heartbeat, in seconds.
+        members: who takes part, if not every agent is that of a node with ranks.
 
     Attributes:
         say: prints a message for the user; the agent replaces it by ``Output.say``, which does not cut lines of ranks.
@@ -156,14 +155,16 @@ class FixedRendezvous:
     def __init__(
         self,
         point: MeetingPoint | PortSequence,
-        node_rank: int,
+        node_rank: int | None,
         num_nodes: int,
         run_id: str,
         timeout_s: float,
         attempt: int = 0,
         silence_s: float = SILENCE_S,
+        members: Members | None = None,
     ) -> None:
         self.say: Callable[[str], None] = say
+        self._members = nodes(num_nodes) if members is None else members
         self._others: OtherAgents | None = None
         self._point, self._node_rank, self._num_nodes = point, node_rank, num_nodes
         self._run_id, self._timeout_s = run_id, timeout_s
@@ -211,28 +212,47 @@ class FixedRendezvous:
         meeting.while_waiting = self._others.look
         try:
             self._others.begin_round(self._round)  # makes ``must_restart`` of nodes in an earlier round return True
-            shares = self._roll_call(meeting, share)
+            try:
+                shares = self._roll_call(meeting, share)
+            except WorldError as error:
+                if not isinstance(error, OtherNodeError):
+                    self._others.give_up(str(error), 1, False)
+                raise
             self._kept.remove_note()
             if self._round > 1:
                 self._forget(meeting)
         except dist.DistNetworkError as error:
             raise OtherNodeError(self._others.who_is_gone()) from error
+        assert self._node_rank is not None
         return Attempt(self.attempt, self._node_rank, shares, *self._kept.local)
 
     def _find_others(self) -> OtherAgents:
         """Connect to the store of node 0, and start to send heartbeats to the other agents there."""
+        members = self._members
         if self._kept is None:
             rank = self._node_rank if isinstance(self._point, PortSequence) else None
-            who = f"the store of {_NODE_0}"
-            self._kept = join(self._point, rank, self._timeout_s, who=who, fix=JOIN_FIX, operation_s=STORE_S)
+            who = f"the store of {members.keeper}"
+            self._kept = join(self._point, rank, self._timeout_s, who=who, fix=members.join_fix, operation_s=STORE_S)
         prefix, answers = f"{_AGENTS}/{self._run_id}/", Client(self._silence_s)
         self._shared = PatientStore(self._kept.store, prefix, answers, num_pollers=self._num_nodes)
         where = "" if self._kept.host == LOOPBACK else f" ({self._kept.host}:{self._kept.port})"
+        if self._node_rank is None:
+            self._node_rank = self._free_number(self._shared)
+        keeper, is_keeper = members.keeper + where, self._node_rank == 0
         others = OtherAgents(
-            self._shared, self._node_rank, self._num_nodes, _NODE_0 + where, self._node_rank == 0, self._silence_s
+            self._shared, self._node_rank, self._num_nodes, keeper, is_keeper, self._silence_s, members.names
         )
         others.begin()
         return others
+
+    def _free_number(self, shared: PatientStore) -> int:
+        """Take the next number of those from ``first_free`` on; an agent without a place would be seen by nobody."""
+        first, names = self._members.first_free, self._members.names
+        found = first + shared.add("free", 1) - 1
+        if found >= len(names):
+            what = f"all places are taken: the run has {len(names) - first}, from {first} on, and this is one more"
+            raise WorldError(explain(what, value=", ".join(names), fix=self._members.count_fix))
+        return found
 
     def _alone(self, share: NodeShare) -> Attempt:
         if self._kept is None or self._round > 1:
@@ -244,14 +264,19 @@ class FixedRendezvous:
 
     def _roll_call(self, meeting: PatientStore, share: NodeShare) -> list[NodeShare]:
         """Wait until all nodes have joined, in short steps so that a signal can interrupt the wait; return their shares."""
+        members = self._members
+        ours = ", ".join(members.names)
+        if (theirs := meeting.compare_set("members", "", ours).decode()) != ours:
+            what = f"{members.title} do not agree who takes part: one was told {_short(theirs)}, and another {_short(ours)}"
+            raise WorldError(explain(what, fix=members.count_fix))
         if meeting.add(f"claim/{self._node_rank}", 1) > 1:
-            what = f"two agents say that they are node {self._node_rank} of {self._num_nodes}"
-            raise WorldError(explain(what, fix="give each its own --node-rank; end agents of an earlier run"))
+            what = f"two agents say that they are {members.names[self._node_rank or 0]} of {self._num_nodes}"
+            raise WorldError(explain(what, fix=members.number_fix))
         meeting.set(f"here/{self._node_rank}", json.dumps(dataclasses.asdict(share)))
         keys = [f"here/{node}" for node in range(self._num_nodes)]
         if not meeting.exist_within(keys, self._timeout_s):
             missing = [node for node, key in enumerate(keys) if not meeting.check([key])]
-            raise WorldError(_who_is_missing(missing, self._num_nodes, self._timeout_s))
+            raise WorldError(_who_is_missing(missing, members, self._timeout_s))
         return [NodeShare(**json.loads(text)) for text in meeting.multi_get(keys)]
 
     def _forget(self, meeting: PatientStore) -> None:
@@ -263,7 +288,7 @@ class FixedRendezvous:
                     whole.delete_key(key)
             meeting.set("forgotten", "1")
         if meeting.read("forgotten", self._timeout_s) is None:
-            what = f"{_NODE_0} did not remove the keys of the last attempt within {self._timeout_s:g} s"
+            what = f"{self._members.keeper} did not remove the keys of the last attempt within {self._timeout_s:g} s"
             raise WorldError(explain(what, fix="look at its output"))
 
     @property
@@ -358,7 +383,14 @@ class FixedRendezvous:
         self._shared = self._others = self._kept = None
 
 
-def _who_is_missing(missing: Sequence[int], num_nodes: int, timeout_s: float) -> str:
-    names = ", ".join(map(str, missing[:16])) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
-    what = f"{len(missing)} of {num_nodes} nodes did not come within {timeout_s:g} s: {names}"
-    return explain(what, fix="look at the output of their agents, and check --node-rank and --nnodes of each")
+def _who_is_missing(missing: Sequence[int], members: Members, timeout_s: float) -> str:
+    names = ", ".join(members.names[each].removeprefix("node ") for each in missing[:16])
+    names += f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+    what = f"{len(missing)} of {len(members.names)} {members.title} did not come within {timeout_s:g} s: {names}"
+    return explain(what, fix=members.missing_fix)
+
+
+def _short(names: str) -> str:
+    """Return a text for a list of names: its number, and where they are few, the names."""
+    count = names.count(",") + 1
+    return f"{count} ({names})" if count <= 8 else f"{count}"

@@ -1,0 +1,122 @@
+"""The program ``bpslaunch``: one per machine and role starts the ranks of a worker, a server, or the scheduler.
+
+All of them are agents of ``guozhuang run`` that meet: the scheduler keeps the store and has neither ranks nor servers, a worker
+has ranks, a server has one parameter server. They may be started in any order, end together, and with one worker alone nobody
+has to meet. ``bpslaunch CMD...`` and ``python -m guozhuang.compat.byteps.bpslaunch CMD...`` are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+
+from guozhuang import compat
+from guozhuang.compat.byteps import variables
+from guozhuang.compat.byteps.variables import LaunchedRole
+from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.launch import agent
+from guozhuang.launch.console.say import say
+from guozhuang.launch.rendezvous.members import Members
+from guozhuang.launch.request import Request
+
+_WHO = "bpslaunch"
+_EVERYWHERE = "export the same DMLC_NUM_WORKER and DMLC_NUM_SERVER on all machines"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``bpslaunch``, which has no options of its own; the environment says what it starts.
+
+    Args:
+        argv: the command that each rank of a worker runs; None: the arguments of this process.
+
+    Returns:
+        0 if every rank of the run ended with 0; the code of the rank that failed first, 128 + its number for a signal; 1 if the
+        machines did not meet, or one was lost; 2 for variables or a command that cannot work.
+    """
+    command = list(sys.argv[1:] if argv is None else argv)
+    try:
+        role = variables.role_of(os.environ)
+        if role.role == "worker":
+            command = _command_of_a_rank(command)
+            if role.worker == 0:
+                for line in variables.without_meaning(os.environ):
+                    say(line, _WHO)
+        elif not role.meets:
+            return 0
+        return agent.main(words_for(role, command), request_for(role))
+    except (UsageError, WorldError) as error:
+        say(str(error), _WHO)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        say("interrupted", _WHO)
+        return 130
+
+
+def words_for(role: LaunchedRole, command: Sequence[str]) -> list[str]:
+    """Translate a role to a command line of ``guozhuang run``.
+
+    Args:
+        role: what to start.
+        command: what each rank runs. Servers and the scheduler have no ranks, so nothing runs it there.
+    """
+    program = ["--no-python", *command] if role.role == "worker" else ["--no-python", sys.executable]
+    if not role.meets:
+        return ["--standalone", "--nproc-per-node", str(role.num_ranks), *program]
+    number = {"worker": 1 + role.worker}.get(role.role, 0)
+    words = ["--nnodes", str(len(_names(role))), "--node-rank", str(number)]
+    words += ["--master-addr", role.host, "--master-port", str(role.port)]
+    words += ["--interface", role.interface] if role.interface is not None else []
+    return [*words, "--nproc-per-node", str(role.num_ranks if role.role == "worker" else 1), *program]
+
+
+def request_for(role: LaunchedRole) -> Request:
+    """Return who meets whom, and what each rank is told besides the variables of ``guozhuang run``."""
+    extension = dataclasses.replace(
+        compat.extension(),
+        of_a_process=(*compat.extension().of_a_process, *variables.OF_A_PROCESS),
+        rank_variables={"BYTEPS_LOCAL_RANK": "{local_rank}", "BYTEPS_LOCAL_SIZE": "{local_size}"},
+    )
+    told = {"PYTHONUNBUFFERED": "1", variables.SAID: "1"}
+    members = None
+    if role.meets:
+        members = Members(
+            _names(role),
+            takes_next=role.role == "server",
+            first_free=1 + role.num_workers,
+            keeper="the scheduler",
+            has_ranks=role.role == "worker",
+            num_servers=int(role.role == "server"),
+            title="bpslaunches",
+            join_fix="check that `DMLC_ROLE=scheduler bpslaunch` was started, that DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT are "
+            "its address everywhere, and that all or none have GUOZHUANG_SECRET",
+            number_fix="give each worker a DMLC_WORKER_ID of its own; end processes of an earlier run",
+            missing_fix=f"look at their output, and {_EVERYWHERE}; PET_RDZV_CONF=timeout=SECONDS changes the limit",
+            count_fix=f"{_EVERYWHERE}; servers of BytePS itself cannot be mixed with these; start all by this bpslaunch",
+            port_option="DMLC_PS_ROOT_PORT",
+        )
+    return Request(extension, variables=told, members=members)
+
+
+def _names(role: LaunchedRole) -> list[str]:
+    workers = [f"worker {number}" for number in range(role.num_workers)]
+    return ["scheduler", *workers, *(f"server {number}" for number in range(role.num_servers))]
+
+
+def _command_of_a_rank(command: list[str]) -> list[str]:
+    """Return the command as it is; a single word that is no program, as of ``bpslaunch "a && b"``, is a line for a shell.
+
+    Raises:
+        UsageError: there is no command.
+    """
+    if not command:
+        what = "a worker needs a command: bpslaunch CMD..., as in bpslaunch python train.py"
+        raise UsageError(explain(what, fix="give it; roles and addresses are in DMLC_ROLE and other variables"))
+    is_line = len(command) == 1 and len(command[0].split()) > 1 and shutil.which(command[0]) is None
+    return ["sh", "-c", command[0]] if is_line else command
+
+
+if __name__ == "__main__":
+    sys.exit(main())
