@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import runpy
 import secrets
 import signal
 import subprocess
@@ -156,6 +157,11 @@ def write(folder: Path, text: str, name: str = "train.py") -> Path:
     path = folder / name
     path.write_text(text)
     return path
+
+
+def run_script(arguments: list[str]) -> None:
+    """Be a script that nobody launched, in the process of a ``Launched`` whose program this is."""
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _main(program: str, arguments: list[str], folder: str, environ: dict[str, str], outputs: list[str]) -> None:

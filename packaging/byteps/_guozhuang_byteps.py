@@ -12,3 +12,10 @@ _FOLDER = os.path.join(_SITE, "guozhuang_byteps")
 
 if _FOLDER not in sys.path:
     sys.path.insert(sys.path.index(_SITE) if _SITE in sys.path else len(sys.path), _FOLDER)
+
+
+def bpslaunch() -> None:
+    """Be the command ``bpslaunch``: Guozhuang's."""
+    from guozhuang.compat.byteps.bpslaunch import main
+
+    sys.exit(main())

@@ -29,10 +29,17 @@ def test_the_place_of_a_process_started_by_hand() -> None:
     assert isinstance(point, MeetingPoint) and (point.host, point.port) == ("10.0.0.7", 1234)
     assert not point.is_kept_by_launcher and "DMLC_PS_ROOT_PORT" in point.port_option
     assert discover(process(BYTEPS_GLOBAL_RANK="5")).rank == 5, "as resume gives it"
-    assert discover(process(GUOZHUANG_SECRET="x")).meeting_point.secret == b"x"  # type: ignore[union-attr]
+    assert discover(process(GUOZHUANG_SECRET="ab" * 16)).meeting_point.secret == b"\xab" * 16  # type: ignore[union-attr]
     alone = process(DMLC_NUM_WORKER="1", DMLC_WORKER_ID="0", BYTEPS_LOCAL_SIZE="1", BYTEPS_LOCAL_RANK="0")
     assert discover({k: v for k, v in alone.items() if "ROOT" not in k}).size == 1
-    ours = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5"}
+    ours = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "5",
+    }
     assert discover(process() | ours).size == 2, "a launcher of ours says it too, and comes first"
     assert discover(process(OMPI_COMM_WORLD_SIZE="9", OMPI_COMM_WORLD_RANK="8")).rank == 3
 
@@ -109,7 +116,13 @@ def test_what_a_launcher_misses(changes: dict[str, Any], text: str) -> None:
 
 def test_what_means_nothing_is_named_in_one_line_and_rdma_in_another() -> None:
     asked = {"BYTEPS_NUMA_ON": "1", "BYTEPS_KEY_HASH_FN": "djb2", "PS_VERBOSE": "2", "BYTEPS_PCIE_SWITCH_SIZE": "8"}
-    silent = {"BYTEPS_ENABLE_GDB": "0", "DMLC_ENABLE_RDMA": "0", "BYTEPS_TRACE_ON": "", "BYTEPS_ENABLE_ASYNC": "1", "PATH": "x"}
+    silent = {
+        "BYTEPS_ENABLE_GDB": "0",
+        "DMLC_ENABLE_RDMA": "0",
+        "BYTEPS_TRACE_ON": "",
+        "BYTEPS_ENABLE_ASYNC": "1",
+        "PATH": "x",
+    }
     assert variables.without_meaning(launch(**silent)) == []
     [nothing] = variables.without_meaning(launch(**silent, **asked))
     assert nothing.endswith(": " + ", ".join(sorted(asked)))
@@ -118,5 +131,7 @@ def test_what_means_nothing_is_named_in_one_line_and_rdma_in_another() -> None:
         "BYTEPS_RDMA_START_DEPTH, DMLC_ENABLE_RDMA: bytes travel by gloo, shared memory or NCCL; RDMA is NCCL's own choice "
         "(NCCL_IB_DISABLE)"
     )
-    with pytest.raises(UsageError, match="start the script under gdb yourself; the launcher shows tracebacks and stacks"):
+    with pytest.raises(
+        UsageError, match="start the script under gdb yourself; the launcher shows tracebacks and stacks"
+    ):
         variables.without_meaning({"BYTEPS_ENABLE_GDB": "1"})

@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         role = variables.role_of(os.environ)
         if role.role == "worker":
             command = _command_of_a_rank(command)
-            if role.worker == 0:
-                for line in variables.without_meaning(os.environ):
-                    say(line, _WHO)
+            notes = variables.without_meaning(os.environ)
+            for note in notes if role.worker == 0 else ():
+                say(note, _WHO)
         elif not role.meets:
             return 0
         return agent.main(words_for(role, command), request_for(role))

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
+from guozhuang.compat.byteps import variables
 from guozhuang.compat.horovod.common.basics import HorovodBasics
 from guozhuang.compat.horovod.common.state import HorovodState, state
 from guozhuang.compat.prepared import say_once
 from guozhuang.errors import UsageError, explain
 
 _NOT_INITIALIZED = "BytePS has not been initialized; use bps.init()."
-# Bytes travel by gloo, shared memory or NCCL, whatever these ask for.
-_RDMA = ("DMLC_ENABLE_RDMA", "BYTEPS_ENABLE_IPC", "BYTEPS_RDMA_")
-_NOTHING_HERE = (
-    *("BYTEPS_PCIE_SWITCH_SIZE", "BYTEPS_NCCL_NUM_RINGS", "BYTEPS_NCCL_GROUP_SIZE", "BYTEPS_REDUCE_ROOTS"),
-    *("BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BYTEPS_ENABLE_MIXED_MODE", "BYTEPS_MIXED_MODE_BOUND"),
-    *("BYTEPS_THREADPOOL_SIZE", "BYTEPS_OMP_THREAD_PER_GPU", "BYTEPS_SERVER_ENGINE_THREAD", "BYTEPS_NUMA_"),
-    *("BYTEPS_PARTITION_BYTES", "BYTEPS_MIN_COMPRESS_BYTES", "BYTEPS_SCHEDULING_CREDIT", "BYTEPS_SOCKET_PATH"),
-    *("BYTEPS_SERVER_ENABLE_SCHEDULE", "BYTEPS_SERVER_ENGINE_BLOCKING", "BYTEPS_SERVER_DEBUG", "BYTEPS_TRACE_"),
-    *("BYTEPS_TELEMETRY_ON", "BYTEPS_LOG_LEVEL", "BYTEPS_LOG_HIDE_TIME", "BYTEPS_DEBUG_SAMPLE_TENSOR"),
-    *("BYTEPS_ZMQ_", "PS_KEY_LOG", "PS_VERBOSE", "UCX_HANDLE_ERRORS"),
-)
 
 
 class DeclaredNames:
@@ -84,9 +73,11 @@ def init(lazy: bool = True) -> None:
         WorldError: a rank did not join in time; the text names it.
         UsageError: the launcher's variables contradict each other.
     """
+    notes = variables.without_meaning(os.environ)
     _basics.init()
-    if here().rank == 0:
-        _say_what_means_nothing(os.environ)
+    if here().rank == 0 and variables.SAID not in os.environ:
+        for note in notes:
+            say_once(note)
 
 
 def shutdown() -> None:
@@ -172,15 +163,3 @@ def is_asynchronous() -> bool:
     if text not in ("0", "1"):
         raise UsageError(explain("BYTEPS_ENABLE_ASYNC is 0 or 1", value=text, fix="set 1 for asynchronous training"))
     return text == "1"
-
-
-def _say_what_means_nothing(names: Iterable[str]) -> None:
-    """Say which variables are set and mean nothing here."""
-    is_set = sorted(name for name in names if os.environ.get(name, "0").strip() not in ("", "0"))
-    rdma = [name for name in is_set if name.startswith(_RDMA)]
-    if rdma:
-        what = "bytes travel by gloo, shared memory or NCCL; RDMA is NCCL's own choice (NCCL_IB_DISABLE)"
-        say_once(f"{', '.join(rdma)}: {what}")
-    nothing = [name for name in is_set if name.startswith(_NOTHING_HERE)]
-    if nothing:
-        say_once(f"these variables are set, and mean nothing to Guozhuang (docs/byteps.md): {', '.join(nothing)}")

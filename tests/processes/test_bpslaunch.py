@@ -1,0 +1,172 @@
+"""``bpslaunch`` as its users start it: workers, servers and the scheduler, in any order, and how their failures end the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.launching import BPSLAUNCH, Launched, guozhuang, write
+from tests.ranks import free_port
+
+pytestmark = pytest.mark.waits
+
+TELL = """
+import json, os, sys
+import torch, torch.distributed as dist
+import guozhuang as gz
+if os.environ["RANK"] == "1" and "fail" in sys.argv:
+    sys.exit(3)
+world = gz.init()
+total = torch.ones(1) * world.rank
+dist.all_reduce(total)
+names = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE", "PYTHONUNBUFFERED")
+mine = [world.rank, world.size, world.local_rank, world.local_size, world.node_rank, world.num_nodes, total.item()]
+print(json.dumps([*mine, *(os.environ[name] for name in names), sys.argv[1:]]))
+"""
+ONE = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "1", "DMLC_WORKER_ID": "0"}
+ORDERS = [("scheduler", "server", "0", "1"), ("1", "0", "server", "scheduler")]
+
+
+def bpslaunch(*words: object, folder: Path, **more: str) -> CompletedProcess[str]:
+    return guozhuang(*words, folder=folder, program=BPSLAUNCH, **more)
+
+
+def together(
+    folder: Path,
+    who: tuple[str, ...],
+    command: list[object],
+    own: Mapping[str, Mapping[str, str]] | None = None,
+    **more: str,
+) -> dict[str, CompletedProcess[str]]:
+    """Run a bpslaunch for each of these to its end; a number is a worker, ``own`` further variables of one of them."""
+    common = {
+        "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(free_port()), "PET_RDZV_CONF": "timeout=60",
+    } | more  # fmt: skip
+    started = {}
+    with contextlib.ExitStack() as stack:
+        for name in who:
+            role = {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": name} if name.isdigit() else {"DMLC_ROLE": name}
+            (folder / name).mkdir()
+            environ = common | role | dict((own or {}).get(name, {}))
+            words = command if name.isdigit() else []
+            launched = Launched(*words, folder=folder / name, program=BPSLAUNCH, **environ)
+            started[name] = stack.enter_context(launched)
+        done = {name: each.wait(100) for name, each in started.items()}
+        assert not any(each.left() for each in started.values())
+    return done
+
+
+def told(text: str) -> list[list[object]]:
+    """What ranks printed, each after its number in brackets."""
+    return sorted(json.loads(line.partition("] ")[2]) for line in text.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS, ids=["scheduler-first", "scheduler-last"])
+def test_two_workers_with_two_ranks_a_server_and_the_scheduler(tmp_path: Path, order: tuple[str, ...]) -> None:
+    script = write(tmp_path, TELL)
+    numa = {"0": {"BYTEPS_NUMA_ON": "1"}, "1": {"BYTEPS_NUMA_ON": "1"}}
+    done = together(tmp_path, order, [sys.executable, script, "a b", "$x"], numa, NVIDIA_VISIBLE_DEVICES="0,1")
+    assert [each.returncode for each in done.values()] == [0] * 4, done
+    for worker in (0, 1):
+        assert told(done[str(worker)].stdout) == [
+            [2 * worker + local, 4, local, 2, worker, 2, 6.0, str(local), "2", "1", ["a b", "$x"]] for local in (0, 1)
+        ]
+    assert done["0"].stderr.count("mean nothing to Guozhuang (docs/byteps.md): BYTEPS_NUMA_ON") == 1
+    assert "BYTEPS_NUMA_ON" not in done["1"].stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_all_with_its_code(tmp_path: Path) -> None:
+    script = write(tmp_path, TELL)
+    command: list[object] = [sys.executable, script, "fail"]
+    done = together(tmp_path, ORDERS[0], command, NVIDIA_VISIBLE_DEVICES="0,1")
+    assert [each.returncode for each in done.values()] == [3] * 4, done
+    assert all("rank 1" in each.stderr for each in done.values())
+
+
+def test_a_rank_that_dies_on_the_only_worker(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)")
+    done = bpslaunch(sys.executable, script, folder=tmp_path, NVIDIA_VISIBLE_DEVICES="0,1", **ONE)
+    assert done.returncode == 3 and "rank 1" in done.stderr
+
+
+def test_arguments_arrive_whole_and_a_line_goes_to_a_shell(tmp_path: Path) -> None:
+    script = write(tmp_path, "import sys; print(sys.argv[1:])")
+    done = bpslaunch(sys.executable, script, "a b", "$HOME", "'", folder=tmp_path, **ONE)
+    assert (done.returncode, done.stdout) == (0, f"{['a b', '$HOME', chr(39)]}\n")
+    done = bpslaunch('echo "$BYTEPS_LOCAL_RANK of $BYTEPS_LOCAL_SIZE" && exit 5', folder=tmp_path, **ONE)
+    assert (done.returncode, done.stdout) == (5, "0 of 1\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "text"),
+    [
+        ({"DMLC_WORKER_ID": ""}, ["true"], "DMLC_WORKER_ID"),
+        ({"DMLC_NUM_WORKER": "2"}, ["true"], "DMLC_PS_ROOT_URI"),
+        ({"DMLC_ROLE": ""}, ["true"], "DMLC_ROLE"),
+        ({}, [], "a worker needs a command"),
+        ({"BYTEPS_ENABLE_GDB": "1"}, ["true"], "start the script under gdb yourself"),
+    ],
+)
+def test_usage_ends_with_2(tmp_path: Path, changes: dict[str, str], words: list[str], text: str) -> None:
+    done = bpslaunch(*words, folder=tmp_path, **(ONE | changes))
+    assert done.returncode == 2 and text in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler"])
+def test_with_one_worker_nobody_else_is_needed(tmp_path: Path, role: str) -> None:
+    done = bpslaunch(folder=tmp_path, DMLC_ROLE=role, DMLC_NUM_WORKER="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.slow
+def test_who_never_comes_is_named_everywhere(tmp_path: Path) -> None:
+    """The server does not come; in the other run nobody is there but a worker."""
+    done = together(tmp_path, ("scheduler", "0", "1"), ["true"], PET_RDZV_CONF="timeout=8")
+    assert [each.returncode for each in done.values()] == [1] * 3, done
+    assert all("1 of 4 bpslaunches did not come within 8 s: server 0" in each.stderr for each in done.values())
+    (tmp_path / "alone").mkdir()
+    [alone] = together(tmp_path / "alone", ("0",), ["true"], PET_RDZV_CONF="timeout=1").values()
+    assert alone.returncode == 1 and "could not reach the store of the scheduler at 127.0.0.1" in alone.stderr
+    assert "DMLC_ROLE=scheduler bpslaunch" in alone.stderr
+
+
+@pytest.mark.slow
+def test_worker_counts_that_differ_end_all(tmp_path: Path) -> None:
+    own = {"1": {"DMLC_NUM_WORKER": "3"}}
+    done = together(tmp_path, ORDERS[0], ["true"], own, PET_RDZV_CONF="timeout=30")
+    assert [each.returncode for each in done.values()] == [1] * 4, done
+    for each in done.values():
+        assert "do not agree who takes part" in each.stderr and "export the same DMLC_NUM_WORKER" in each.stderr
+
+
+BY_HAND = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2", "BYTEPS_LOCAL_SIZE": "1", "BYTEPS_LOCAL_RANK": "0"}
+INIT = "import guozhuang as gz\nworld = gz.init(timeout_s=20)\nprint(world.rank, world.size)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [("2", "2"), ("2", "3")], ids=["agree", "differ"])
+def test_processes_that_somebody_started_by_hand(tmp_path: Path, counts: tuple[str, str]) -> None:
+    script = write(tmp_path, INIT)
+    more = BY_HAND | {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(free_port())}
+    with contextlib.ExitStack() as stack:
+        started = []
+        for worker, count in enumerate(counts):
+            (folder := tmp_path / str(worker)).mkdir()
+            own = more | {"DMLC_WORKER_ID": str(worker), "DMLC_NUM_WORKER": count}
+            started.append(
+                stack.enter_context(Launched(str(script), folder=folder, program="tests.launching:run_script", **own))
+            )
+        done = [each.wait(60) for each in started]
+    if counts == ("2", "2"):
+        assert [each.stdout for each in done] == ["0 2\n", "1 2\n"], done
+    else:
+        assert all("the processes do not agree how many they are" in each.stderr for each in done), done
