@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from guozhuang.launch.rendezvous.members import Members
+from guozhuang.launch.rendezvous.members import Members as Members
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from guozhuang.compat.byteps.variables import LaunchedRole
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch import agent
 from guozhuang.launch.console.say import say
-from guozhuang.launch.rendezvous.members import Members
-from guozhuang.launch.request import Request
+from guozhuang.launch.request import Members, Request
 
 _WHO = "bpslaunch"
 _EVERYWHERE = "export the same DMLC_NUM_WORKER and DMLC_NUM_SERVER on all machines"

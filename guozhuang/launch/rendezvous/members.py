@@ -30,7 +30,9 @@ class Members:
     has_ranks: bool = True
     num_servers: int = 0
     title: str = "nodes"
-    join_fix: str = "check that `guozhuang run` was started there, the address, the port, and that both or none have GUOZHUANG_SECRET"
+    join_fix: str = (
+        "check that `guozhuang run` was started there, address and port, and that both or none have GUOZHUANG_SECRET"
+    )
     number_fix: str = "give each its own --node-rank; end agents of an earlier run"
     missing_fix: str = "look at the output of their agents, and check --node-rank and --nnodes of each"
     count_fix: str = "give all of them the same --nnodes; end agents of an earlier run"
