@@ -7,6 +7,13 @@ outside of the package, because importing a part of the package would import all
 is left alone and ``__new__`` makes an object of our subclass: ``isinstance`` holds, and Python then calls our ``__init__``.
 Our subclass is looked up when the first object is made; by then all parts of the other library are there.
 
+[Note: own stores] A launcher that keeps the store of its ranks sets TORCHELASTIC_USE_AGENT_STORE, and torch then takes every
+store that a rank names by an address for that one: all ranks connect, none listens. Scripts for torch RPC choose an address of
+their own (MASTER_ADDR and MASTER_PORT, or ``init_method="tcp://..."``), where they wait for each other for half an hour, which
+is torch's time-out. ``guozhuang run`` notes the address of its own store in GUOZHUANG_RUN_STORE (``launch/rank.py``), and at
+every other one rank 0 listens, as without a launcher. What a rank starts inherits both variables; the ranks of a launcher among
+it have an error file of their own, which shows that the note is not about their store.
+
 [Note: an import never fails here] This module runs in every program that imports torch, most of which have nothing to do with
 Guozhuang. So a step that fails is said in the log, and the import goes on. Only a replacement of DDP, which the environment
 asked for, raises.
@@ -20,11 +27,13 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from typing import Any
 
 _REPLACE = "GUOZHUANG_REPLACE_DDP"
+_HERE = {"localhost", "127.0.0.1", "::1"}
 _ACCELERATE, _LIGHTNING, _SCRIPTS = (
     "guozhuang.compat.accelerate",
     "guozhuang.compat.lightning",
@@ -41,6 +50,7 @@ def attach() -> None:
     if not torch.distributed.is_available():
         return
     _attempt('name the backend "shm"', _register_backend, torch)
+    _attempt("tell a script's own stores from the launcher's", _know_own_stores, "torch.distributed.rendezvous")
     if os.environ.get(_REPLACE):
         stand_in(torch.nn.parallel.DistributedDataParallel, f"{_SCRIPTS}:wrapper_for")
         _replace_function(torch.distributed.distributed_c10d, "init_process_group", f"{_SCRIPTS}:init_process_group")
@@ -64,6 +74,36 @@ def _register_backend(torch: Any) -> None:
 
 def _create_group(told: Any, options: Any) -> Any:
     return _named("guozhuang.groups.backend:create")(told, options)
+
+
+def _know_own_stores(module: str) -> None:
+    """Let rank 0 keep each store that the launcher does not keep. See [Note: own stores]."""
+    rendezvous: Any = importlib.import_module(module)
+    create, uses_launchers = rendezvous._create_c10d_store, rendezvous._torchelastic_use_agent_store
+    if hasattr(create, "__wrapped__"):
+        return
+    making = threading.local()
+
+    @functools.wraps(create)
+    def make(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+        making.is_own = is_own_store(hostname, port, os.environ)
+        try:
+            return create(hostname, port, *args, **kwargs)
+        finally:
+            making.is_own = False
+
+    rendezvous._create_c10d_store = make
+    rendezvous._torchelastic_use_agent_store = lambda: not getattr(making, "is_own", False) and uses_launchers()
+
+
+def is_own_store(host: str, port: int, environ: Mapping[str, str]) -> bool:
+    """Return whether this is the address of a store of the script's, in a rank whose launcher keeps another one."""
+    address, _, error_file = environ.get("GUOZHUANG_RUN_STORE", "").partition(" ")
+    if not address or error_file != environ.get("TORCHELASTIC_ERROR_FILE", ""):
+        return False
+    kept_host, _, kept_port = address.rpartition(":")
+    is_same_host = host.lower() == kept_host.lower() or {host.lower(), kept_host.lower()} <= _HERE
+    return not (is_same_host and port == int(kept_port))
 
 
 def is_wanted() -> bool:

@@ -45,6 +45,7 @@ _TOLD = (
         "PMI",
         "GLOO_",
         "NCCL_",
+        "TP_",
         "PWD",
         "COLUMNS",
         "LINES",

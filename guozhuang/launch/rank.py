@@ -43,6 +43,7 @@ def begin(agent: int) -> bool:
         terminal = os.environ.pop(name, "")
         if terminal:
             _use_terminal(terminal, descriptor)
+    _note_store()
     return True
 
 
@@ -54,6 +55,17 @@ def _end_with_the_agent(agent: int) -> bool:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     # The kernel sends no signal for an agent that ended before the call; but then the parent is another process.
     return os.getppid() == agent
+
+
+def _note_store() -> None:
+    """Write down which store the launcher keeps for this rank, for ``_guozhuang_start`` to tell a script's own stores from it.
+
+    The name of the error file tells this launcher from one that the script starts, whose ranks inherit the note.
+    """
+    os.environ.pop("GUOZHUANG_RUN_STORE", None)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        os.environ["GUOZHUANG_RUN_STORE"] = f"{address} {os.environ.get('TORCHELASTIC_ERROR_FILE', '')}"
 
 
 def _use_terminal(path: str, descriptor: int) -> None:

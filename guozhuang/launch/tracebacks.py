@@ -21,10 +21,11 @@ _RECORD = re.compile(
     r"|Exception ignored in|terminate called)"
 )
 _MAX_MESSAGE = 40  # an exception's text has at most this many lines after its first; otherwise they are other output
-# Matches errors that ranks print when another rank has ended: those of gloo, the store and NCCL, and our own.
+# Matches errors that ranks print when another rank has ended: those of gloo, the store, NCCL and torch RPC, and our own.
 _LOST_PEER = re.compile(
     r"PeerLost|Connection (?:closed|reset) by peer|Connection refused|[Bb]roken pipe|Read error \[|Write error \["
     r"|failed to (?:recv|send), got|DistNetworkError|the process that keeps the store .* is gone"
+    r"|this error originated at tensorpipe"
     r"|ncclRemoteError|remote process exited|Socket (?:closed|Timeout)|Application timeout caused pair closure"
     r"|collectives of ranks .* were shut down by rank|negotiated collectives cannot go on: rank \d+ has shut down"
     r"|rank \d+ .*is (?:gone|lost); negotiated collectives"

@@ -1,4 +1,4 @@
-"""Choice of the network interface of this node that leads to another node, and the variables that make gloo and NCCL use it.
+"""Choice of the network interface of this node that leads to another node, and the variables that make others use it.
 
 By default gloo listens at the address of the host's name, which may be loopback or missing, and NCCL takes
 the first interface it finds; across nodes both may then wait for a peer that cannot connect.
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, WorldError, explain
 
-# The environment variables from which gloo and NCCL read the name of the network interface to use.
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+# The environment variables from which gloo, NCCL and torch RPC (TensorPipe) read the name of the network interface to use.
+GLOO, NCCL, RPC = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"
 # Bridges that container and VM managers create within one node. br0 and the like are not listed: they may lead to the network.
 _LOCAL_BRIDGE = re.compile(r"docker\d+|virbr\d+|lxcbr\d+|lxdbr\d+|podman\d+|cni-podman\d+|br-[0-9a-f]{12}")
 # Any port will do: connecting a datagram socket sends nothing, it only makes the kernel choose a route.
@@ -159,7 +159,7 @@ def named(name: str) -> Interface:
 
 
 def variables(interface: Interface, environ: Mapping[str, str], *, override: bool = False) -> dict[str, str]:
-    """Return the environment variables that make gloo and NCCL use this interface, without those that ``environ`` has.
+    """Return the variables that make gloo, NCCL and torch RPC use this interface, without those that ``environ`` has.
 
     Args:
         interface: the interface to use.
@@ -168,12 +168,12 @@ def variables(interface: Interface, environ: Mapping[str, str], *, override: boo
     """
     # NCCL reads a bare name as a prefix; "=" makes it exact, and is needed only if another interface's name begins with it.
     is_prefix = any(other != interface.name and other.startswith(interface.name) for other in _names())
-    wanted = {GLOO: interface.name, NCCL: f"={interface.name}" if is_prefix else interface.name}
+    wanted = {GLOO: interface.name, NCCL: f"={interface.name}" if is_prefix else interface.name, RPC: interface.name}
     return {key: value for key, value in wanted.items() if override or not environ.get(key)}
 
 
 def variables_towards(master: str, environ: Mapping[str, str], asked: str | None = None) -> dict[str, str]:
-    """Return the environment variables that a node sets for its ranks, so that gloo and NCCL reach the other nodes.
+    """Return the environment variables that a node sets for its ranks, so that gloo, NCCL and torch RPC reach the other nodes.
 
     Args:
         master: name or address of the node that all other nodes reach; on that node itself its own.
@@ -192,7 +192,7 @@ def variables_towards(master: str, environ: Mapping[str, str], asked: str | None
 
 
 def variables_of_ranks(host: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables by which a rank lets gloo and NCCL reach the other ranks; {} if no route is known.
+    """Return the variables by which a rank lets gloo, NCCL and torch RPC reach the others; {} if no route is known.
 
     Args:
         host: rank 0's host, if the ranks are on several nodes: they use the interface that routes to it. None: all ranks are

@@ -8,7 +8,7 @@ import pytest
 
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.net import interfaces
-from guozhuang.net.interfaces import GLOO, NCCL, Interface
+from guozhuang.net.interfaces import GLOO, NCCL, RPC, Interface
 
 LOOPBACK = next((name for name in ("lo", "lo0") if name in interfaces._names()), "")
 pytestmark = pytest.mark.skipif(not LOOPBACK, reason="needs a loopback interface by the name of lo or lo0")
@@ -58,9 +58,9 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None
 def test_variables_are_set_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "_names", lambda: {"eth0", "lo"})
     eth0 = Interface("eth0", "10.0.0.1")
-    assert interfaces.variables(eth0, {}) == {GLOO: "eth0", NCCL: "eth0"}
-    assert interfaces.variables(eth0, {NCCL: "ib"}) == {GLOO: "eth0"}
-    assert interfaces.variables(eth0, {NCCL: "ib"}, override=True) == {GLOO: "eth0", NCCL: "eth0"}
+    assert interfaces.variables(eth0, {}) == {GLOO: "eth0", NCCL: "eth0", RPC: "eth0"}
+    assert interfaces.variables(eth0, {NCCL: "ib"}) == {GLOO: "eth0", RPC: "eth0"}
+    assert interfaces.variables(eth0, {NCCL: "ib"}, override=True) == {GLOO: "eth0", NCCL: "eth0", RPC: "eth0"}
     monkeypatch.setattr(interfaces, "_names", lambda: {"eth0", "eth01"})
     assert interfaces.variables(eth0, {})[NCCL] == "=eth0"  # NCCL would take eth01 as well
 

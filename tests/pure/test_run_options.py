@@ -136,14 +136,14 @@ def test_the_hang_timeout(text: str, value: str) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/class/net/lo"), reason="there is no interface lo")
-def test_on_one_node_gloo_and_nccl_stay_on_loopback() -> None:
-    both = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+def test_on_one_node_gloo_nccl_and_rpc_stay_on_loopback() -> None:
+    all_of_them = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"}
     for arguments in ((), ("--standalone",), ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")):
         found = plan("-np", "2", *arguments).variables
-        assert {name: found[name].removeprefix("=") for name in both} == dict.fromkeys(both, "lo")
+        assert {name: found[name].removeprefix("=") for name in all_of_them} == dict.fromkeys(all_of_them, "lo")
     found = plan("-np", "2", NCCL_SOCKET_IFNAME="eth7").variables
     assert ("NCCL_SOCKET_IFNAME" in found, "GLOO_SOCKET_IFNAME" in found) == (False, True)
-    assert not both & plan("--nnodes", "2").variables.keys()
+    assert not all_of_them & plan("--nnodes", "2").variables.keys()
 
 
 def test_threads_fit_into_what_the_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import inspect
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import _guozhuang_start as start
 import guozhuang  # noqa: F401  a program that imports it is served
 from guozhuang.compat import prepared
+from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,6 +106,42 @@ def test_torch_finds_it_by_an_entry_point() -> None:
     found = importlib.metadata.entry_points(group="torch.backends", name="guozhuang")
     assert [each.value for each in found] == ["_guozhuang_start:attach"], "install anew: pip install -e ."
     assert any(isinstance(finder, start._Lookout) for finder in sys.meta_path)
+
+
+@pytest.mark.parametrize(
+    ("noted", "error_file", "host", "port", "is_own"),
+    [
+        ("127.0.0.1:4711 /run/0", "/run/0", "127.0.0.1", 4711, False),
+        ("127.0.0.1:4711 /run/0", "/run/0", "localhost", 4711, False),
+        ("127.0.0.1:4711 /run/0", "/run/0", "localhost", 29500, True),
+        ("h1:29500 /run/0", "/run/0", "H1", 29500, False),
+        ("h1:29500 /run/0", "/run/0", "h2", 29500, True),
+        ("fe80::1:29500 /run/0", "/run/0", "fe80::1", 29500, False),
+        ("127.0.0.1:4711 /run/0", "/another/0", "127.0.0.1", 29500, False),  # a rank of another launcher in this rank
+        ("127.0.0.1:4711 ", None, "localhost", 29500, True),
+        (None, "/run/0", "localhost", 29500, False),  # not started by guozhuang run
+    ],
+)
+def test_a_store_of_the_scripts_own_is_told_from_that_of_the_launcher(
+    noted: str | None, error_file: str | None, host: str, port: int, is_own: bool
+) -> None:
+    environ = {"GUOZHUANG_RUN_STORE": noted, "TORCHELASTIC_ERROR_FILE": error_file}
+    assert start.is_own_store(host, port, {k: v for k, v in environ.items() if v is not None}) is is_own
+
+
+def test_rank_0_keeps_a_store_of_the_scripts_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    url, limit = f"tcp://localhost:{free_port()}", datetime.timedelta(seconds=1)
+    with pytest.raises(dist.DistError):  # one that nobody keeps
+        next(dist.rendezvous(url, 0, 1, timeout=limit))
+    monkeypatch.setenv("GUOZHUANG_RUN_STORE", "127.0.0.1:1 ")
+    store, rank, size = next(dist.rendezvous(url, 0, 1, timeout=limit))
+    store.set("key", "value")
+    assert (rank, size, store.get("key")) == (0, 1, b"value")
+    monkeypatch.setenv("GUOZHUANG_RUN_STORE", url.removeprefix("tcp://") + " ")  # as if the launcher kept it
+    again, *_ = next(dist.rendezvous(url, 0, 1, timeout=limit))
+    assert again.get("key") == b"value"
 
 
 @pytest.mark.parametrize(("rank", "is_said"), [(None, True), ("", True), ("0", True), ("1", False), ("?", False)])
