@@ -144,7 +144,7 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 one = torch.ones(1)
 dist.all_reduce(one)
-print("ranks:", int(one), flush=True)
+print(f"ranks: {int(one)}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
