@@ -168,6 +168,17 @@ class ThreadGroup(PythonGroup):
         output.detach().copy_(torch.cat([parts[self.rank()] for parts in found]).view_as(output))
         return _Ended([output])
 
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        found = self._of_all("gather", inputs[0].detach().clone())
+        for output, value in zip(outputs[0] if outputs else [], found, strict=bool(outputs)):
+            output.detach().copy_(value)
+        return _Ended(outputs[0] if outputs else [])
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
+        found = self._of_all("scatter", [part.detach().clone() for part in inputs[0]] if inputs else None)
+        outputs[0].detach().copy_(found[opts.rootRank][self.rank()])
+        return _Ended(outputs)
+
     def barrier(self, opts: Any = None) -> dist.Work:
         self._of_all("barrier", None)
         return _Ended([])

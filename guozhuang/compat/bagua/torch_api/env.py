@@ -1,0 +1,35 @@
+"""Ranks and sizes as the launcher's variables tell them; scripts ask before the process group is there."""
+
+from __future__ import annotations
+
+import os
+
+from guozhuang.errors import UsageError, explain
+
+
+def get_rank() -> int:
+    """Return RANK, or 0 if it is not set. Raises UsageError, as all functions here, if the variable is no whole number."""
+    return _number("RANK", 0)
+
+
+def get_world_size() -> int:
+    """Return WORLD_SIZE, or 1 if it is not set."""
+    return _number("WORLD_SIZE", 1)
+
+
+def get_local_rank() -> int:
+    """Return LOCAL_RANK, or 0 if it is not set."""
+    return _number("LOCAL_RANK", 0)
+
+
+def get_local_size() -> int:
+    """Return LOCAL_WORLD_SIZE, or 1 if it is not set."""
+    return _number("LOCAL_WORLD_SIZE", 1)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default)).strip()
+    if not (text.isascii() and text.isdigit()):
+        fix = "start the script with `guozhuang run`, which sets it"
+        raise UsageError(explain(f"environment variable {name} must be a whole number", value=text, fix=fix))
+    return int(text)
