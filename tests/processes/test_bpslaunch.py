@@ -149,7 +149,10 @@ def test_worker_counts_that_differ_end_all(tmp_path: Path) -> None:
 
 
 BY_HAND = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2", "BYTEPS_LOCAL_SIZE": "1", "BYTEPS_LOCAL_RANK": "0"}
-INIT = "import guozhuang as gz\nworld = gz.init(timeout_s=20)\nprint(world.rank, world.size)"
+INIT = """import guozhuang as gz, torch.distributed as dist
+world = gz.init(timeout_s=20)
+print(world.rank, world.size)
+dist.barrier()"""
 
 
 @pytest.mark.slow

@@ -88,23 +88,6 @@ def test_before_init() -> None:
     bps.shutdown()  # does nothing
 
 
-def test_what_means_nothing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    told = {
-        "DMLC_ENABLE_RDMA": "ibverbs", "BYTEPS_ENABLE_IPC": "1", "BYTEPS_RDMA_RX_DEPTH": "9", "BYTEPS_NUMA_ON": "0",
-        "BYTEPS_KEY_HASH_FN": "djb2", "BYTEPS_PCIE_SWITCH_SIZE": "4", "BYTEPS_ENABLE_ASYNC": "1", "DMLC_NUM_WORKER": "2",
-    }  # fmt: skip
-    for name, value in told.items():
-        monkeypatch.setenv(name, value)
-    session._say_what_means_nothing(told)
-    session._say_what_means_nothing(told)  # once in a process
-    rdma, nothing = capsys.readouterr().err.splitlines()
-    assert (
-        "BYTEPS_ENABLE_IPC, BYTEPS_RDMA_RX_DEPTH, DMLC_ENABLE_RDMA: bytes travel by gloo, shared memory or NCCL" in rdma
-    )
-    assert "NCCL_IB_DISABLE" in rdma
-    assert nothing.endswith("(docs/byteps.md): BYTEPS_KEY_HASH_FN, BYTEPS_PCIE_SWITCH_SIZE")
-
-
 @pytest.mark.parametrize(("text", "found"), [("1", True), ("0", False), ("", False), (None, False), ("yes", None)])
 def test_asynchronous_or_not(monkeypatch: pytest.MonkeyPatch, text: str | None, found: bool | None) -> None:
     monkeypatch.delenv("BYTEPS_ENABLE_ASYNC", raising=False)
