@@ -267,6 +267,18 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
                     outputs = self._precision.run(self.module, inputs, kwargs)
             return self._post_forward(outputs)
 
+    def before_module(self) -> None:
+        """Do what :meth:`forward` does before it calls the module, for a caller that calls the module itself.
+
+        Inputs are not moved to a device. Every rank must call it, and then the module, and then :meth:`behind_module`.
+        """
+        self._pre_forward()
+
+    def behind_module(self, outputs: Any) -> list[torch.Tensor]:
+        """Do what :meth:`forward` does after it called the module, which gave ``outputs``; return those that have a graph."""
+        self._post_forward(outputs)
+        return tensors_with_graph(outputs)
+
     @_disable_dynamo(recursive=True)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled():

@@ -24,8 +24,10 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ..errors import UsageError, explain
+from ..groups.subgroups import end_together
 from ..weights.flat import Named
-from .weight_lane import WeightLane, mean, swap
+from .node_groups import NodeGroups, find_nodes, make_groups
+from .weight_lane import WeightLane, mean, swap, through_nodes
 from .weights import WeightExchange
 
 _PEERS = ("all", "shift_one")
@@ -47,10 +49,12 @@ class DecentralizedState:
     Attributes:
         group: the ranks.
         lane: runs the exchanges in a thread and holds the copies of the weights that are sent; None for one rank.
+        nodes: the groups inside and between nodes, for ``nodes_first``; else None.
     """
 
     group: dist.ProcessGroup
     lane: WeightLane | None
+    nodes: NodeGroups | None = None
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,16 @@ class Decentralized(WeightExchange[DecentralizedState]):
     Args:
         peers: "all" for the mean over ranks, "shift_one" for one other rank at a time.
         every: how many optimizer steps from one average to the next.
+        nodes_first: average inside each node first; then the first ranks of the nodes exchange, and tell their nodes. Only they
+            use the links between nodes. "all" is then the mean of the nodes' means, whatever their numbers of ranks.
 
     Raises:
-        UsageError: ``peers`` is another word, or ``every`` is below 1.
+        UsageError: ``peers`` is another word, or ``every`` is below 1; from ``prepare``: "shift_one" has no second node.
     """
 
     peers: Literal["all", "shift_one"] = "all"
     every: int = 1
+    nodes_first: bool = False
 
     def __post_init__(self) -> None:
         if self.peers not in _PEERS:
@@ -79,8 +86,16 @@ class Decentralized(WeightExchange[DecentralizedState]):
 
     def prepare(self, parameters: Named, group: dist.ProcessGroup) -> DecentralizedState:
         """Allocate a copy of the weights, two for "shift_one", and make a second group of the ranks. Every rank must call."""
-        num_copies = 1 if self.peers == "all" else 2
-        return DecentralizedState(group, WeightLane(parameters, group, num_copies) if group.size() > 1 else None)
+        if group.size() == 1:
+            return DecentralizedState(group, None)
+        nodes = None
+        if self.nodes_first:
+            nodes = make_groups(group, find_nodes(group, None))
+            if self.peers == "shift_one" and len(nodes.nodes.members) == 1:
+                what = "shift_one pairs nodes if weights are averaged inside each node first, and there is one node"
+                fix = "pair the ranks themselves, without a mean inside nodes first (hierarchical=False in Bagua)"
+                raise UsageError(explain(what, value=f"{group.size()} ranks", rank=group.rank(), fix=fix))
+        return DecentralizedState(group, WeightLane(parameters, group, 1 if self.peers == "all" else 2), nodes)
 
     def before_step(self, state: DecentralizedState, step: int) -> None:
         """Wait for the average of the weights at which the gradient was computed, and write it into the parameters.
@@ -100,11 +115,17 @@ class Decentralized(WeightExchange[DecentralizedState]):
             return
         lane.drop()
         lane.flat.read(lane.copies[0])
-        lane.start(lambda: self._average(lane, step))
+        lane.start(lambda: self._average(lane, state.nodes, step))
 
-    def _average(self, lane: WeightLane, step: int) -> None:
-        mine, group = lane.copies[0], lane.group
-        lane.not_finite.look(lane.flat, mine, step)
+    def _average(self, lane: WeightLane, nodes: NodeGroups | None, step: int) -> None:
+        lane.not_finite.look(lane.flat, lane.copies[0], step)
+        if nodes is None:
+            self._exchange(lane, lane.group, step)
+            return
+        through_nodes(lane.copies[0], lane.copies[0], nodes, lambda: self._exchange(lane, nodes.across, step))
+
+    def _exchange(self, lane: WeightLane, group: dist.ProcessGroup, step: int) -> None:
+        mine = lane.copies[0]
         if self.peers == "all":
             mean(mine, group)
             return
@@ -129,9 +150,11 @@ class Decentralized(WeightExchange[DecentralizedState]):
         state.lane = None
 
     def end(self, state: DecentralizedState) -> None:
-        """Wait for a running average, drop its result, and end the second group of the ranks. Every rank must call."""
+        """Wait for a running average, drop its result, and end the groups that ``prepare`` made. Every rank must call."""
         if state.lane is not None:
             state.lane.end(state.group)
+        if state.nodes is not None:
+            end_together([state.nodes.inside, state.nodes.across], state.group)
         self.close(state)
 
     def load_state_dict(self, state: DecentralizedState, saved: Mapping[str, Any]) -> None:

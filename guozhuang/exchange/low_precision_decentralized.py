@@ -30,8 +30,9 @@ from ..weights.flat import FlatWeights, Named, as_real
 from .base import check_saved
 from .codecs.base import Codec
 from .codecs.quantize8 import MinMax8
+from .node_groups import NodeGroups, find_nodes, make_groups
 from .numbers import is_finite
-from .weight_lane import NotFinite, mean, swap
+from .weight_lane import NotFinite, mean, swap, through_nodes
 from .weights import WeightExchange
 
 _HEADER_BYTES = 8  # a float32 before the code, padded: NaN if the difference is not finite and so not coded, else 0.0
@@ -54,13 +55,15 @@ class RingState:
     """The state of :class:`LowPrecisionDecentralized`.
 
     Attributes:
-        group: a second group of the same ranks, in which codes are sent; ``whole_group`` itself if there is one rank.
+        group: the ring: a second group of the same ranks, or with ``nodes_first`` the first ranks of the nodes; ``whole_group``
+            itself if there is one rank.
         whole_group: the group of the ranks that was passed to ``prepare``.
         flat: the layout of the parameters in flat tensors of float32.
         whole: the layout of the parameters in flat tensors of their own dtypes.
-        replicas: W, L and R under "own", "left" and "right": flat tensors of float32.
+        replicas: W, L and R under "own", "left" and "right": flat tensors of float32; W alone on ranks outside of the ring.
         memory: the buffers of one exchange, by flat tensor.
         random: the generator of the codec's random bits, by flat tensor.
+        nodes: the groups inside and between nodes, for ``nodes_first``; else None.
         not_finite: logs which weights hold NaN or infinity.
     """
 
@@ -71,7 +74,13 @@ class RingState:
     replicas: dict[str, list[Tensor]]
     memory: list[_RingMemory]
     random: list[torch.Generator]
+    nodes: NodeGroups | None = None
     not_finite: NotFinite = field(default_factory=NotFinite)
+
+    @property
+    def in_ring(self) -> bool:
+        """Whether this rank sends codes, and there is another rank to send them to."""
+        return self.group.size() > 1 and (self.nodes is None or self.nodes.leads)
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,8 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
         every: how many optimizer steps from one exchange to the next; the first step exchanges.
         codec: the code of the differences.
         seed: the seed of the codec's random bits, if it draws any.
+        nodes_first: average inside each node first, without a code; the first ranks of the nodes are the ring, and tell their
+            nodes. With one node nothing is coded.
 
     Raises:
         UsageError: ``every`` is below 1.
@@ -90,6 +101,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
     every: int = 1
     codec: Codec = field(default_factory=MinMax8)
     seed: int = 0
+    nodes_first: bool = False
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -99,17 +111,18 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
         """Copy the weights into three replicas; make a second group of the ranks. Every rank must call, with equal weights."""
         real = as_real(parameters)
         flat, whole = FlatWeights(real, torch.float32), FlatWeights(real)
-        replicas: dict[str, list[Tensor]] = {}
-        memory: list[_RingMemory] = []
-        if group.size() > 1:
-            replicas = {name: flat.copy() for name in _REPLICAS}
-            for each in replicas["own"]:
-                length = _HEADER_BYTES + self.codec.row_bytes(each.numel())
-                codes = torch.zeros(3, length, dtype=torch.uint8, device=each.device)
-                memory.append(_RingMemory(torch.empty_like(each), torch.empty_like(each), *codes.split(1)))
-        random = [torch.Generator(each.weights.device) for each in memory]
-        ring = twin(group) if group.size() > 1 else group
-        return RingState(ring, group, flat, whole, replicas, memory, random)
+        if group.size() == 1:
+            return RingState(group, group, flat, whole, {}, [], [])
+        nodes = make_groups(group, find_nodes(group, None)) if self.nodes_first else None
+        ring = twin(group) if nodes is None else nodes.across
+        state = RingState(ring, group, flat, whole, {}, [], [], nodes)
+        state.replicas = {name: flat.copy() for name in (_REPLICAS if state.in_ring else _REPLICAS[:1])}
+        for each in state.replicas["own"]:
+            length = _HEADER_BYTES + self.codec.row_bytes(each.numel()) if state.in_ring else 0
+            codes = torch.zeros(3, length, dtype=torch.uint8, device=each.device)
+            state.memory.append(_RingMemory(torch.empty_like(each), torch.empty_like(each), *codes.split(1)))
+            state.random.append(torch.Generator(each.device))
+        return state
 
     @torch.no_grad()
     def after_step(self, state: RingState, step: int) -> None:
@@ -123,15 +136,25 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
         weights = [each.weights for each in state.memory]
         state.flat.read(weights)
         state.not_finite.look(state.flat, weights, step)
+        own = state.replicas["own"]
+        if state.nodes is None:
+            self._in_ring(state, step)
+        else:
+            through_nodes(weights, own, state.nodes, lambda: self._in_ring(state, step))
+        state.flat.write(own)
+
+    def _in_ring(self, state: RingState, step: int) -> None:
+        if not state.in_ring:
+            for memory, own in zip(state.memory, state.replicas["own"], strict=True):
+                own.copy_(memory.weights)
+            return
         for index, memory in enumerate(state.memory):
             self._encode(state, index, memory, step)
         _send_to_neighbours(state)
-        own, left, right = (state.replicas[name] for name in _REPLICAS)
         for index, memory in enumerate(state.memory):
             both = memory.from_right if state.group.size() > 2 else memory.from_left
-            for replica, code in ((own, memory.sent), (left, memory.from_left), (right, both)):
-                self._add(replica[index], code, memory.difference)
-        state.flat.write(own)
+            for name, code in zip(_REPLICAS, (memory.sent, memory.from_left, both), strict=True):
+                self._add(state.replicas[name][index], code, memory.difference)
 
     def _encode(self, state: RingState, index: int, memory: _RingMemory, step: int) -> None:
         own, left, right = (state.replicas[name][index] for name in _REPLICAS)
@@ -166,9 +189,10 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
             state.flat.read(replica)
 
     def end(self, state: RingState) -> None:
-        """End the second group of the ranks, in which codes were sent. Every rank must call."""
+        """End the groups that ``prepare`` made. Every rank must call."""
         if state.group is not state.whole_group:
-            end_together([state.group], state.whole_group)
+            inside = [] if state.nodes is None else [state.nodes.inside]
+            end_together([state.group, *inside], state.whole_group)
 
     def state_dict(self, state: RingState) -> dict[str, Any]:
         """Return the replicas by parameter (none if all equal the weights, as after ``agree``) and the number of ranks."""

@@ -16,6 +16,7 @@ from ..errors import WorldError, explain
 from ..groups.serial import Lane, SerialWork
 from ..groups.subgroups import end_together
 from ..weights.flat import FlatWeights, Named, as_real
+from .node_groups import NodeGroups
 from .numbers import is_finite, some_of
 
 _log = logging.getLogger("guozhuang")
@@ -117,6 +118,29 @@ def swap(messages: Sequence[tuple[int, Tensor, Tensor, int]], group: dist.Proces
         for work in works:
             work.wait()
             ended.append(work)
+
+
+def through_nodes(
+    entering: Sequence[Tensor], leaving: Sequence[Tensor], nodes: NodeGroups, act: Callable[[], object]
+) -> None:
+    """Average flat tensors inside each node, ``act`` on its first rank, and then give all its ranks the result. Collective.
+
+    Args:
+        entering: what is averaged, in place.
+        leaving: what the ranks of a node get from its first rank, on which ``act`` has set it.
+        nodes: the groups of this rank.
+        act: called on the first rank of each node.
+
+    Raises:
+        WorldError: a rank of this node has ended, or did not take part within the group's time-out.
+    """
+    mean(entering, nodes.inside)
+    if nodes.leads:
+        act()
+    who = others(nodes.inside)
+    with naming_peers(lambda: f"sharing weights with the other ranks of this node ({who}) failed", nodes.inside):
+        for each in leaving:
+            dist.broadcast(each, group_src=0, group=nodes.inside)
 
 
 class WeightLane(Lane):

@@ -159,6 +159,11 @@ class QAdam(WrappedOptimizer):
                 found.append((-moment if moment is not None and group["maximize"] else moment, beta))
         return found
 
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that were made, or loaded: the greatest of all parameters."""
+        return int(max(self._counts([p for p, state in self.inner.state.items() if "step" in state]), default=0))
+
     def loss_scale(self) -> float:
         """Return the factor by which the current gradients are multiplied; 1.0 if no GradScaler is known."""
         if self.grad_scaler is None:

@@ -1,6 +1,6 @@
-"""Bagua's interface for PyTorch: ranks, communicators and collectives."""
+"""Bagua's interface for PyTorch: ranks, communicators, collectives, and ``model.with_bagua``, which any module has with it."""
 
-from . import communication, contrib, env
+from . import algorithms, bucket, communication, contrib, data_parallel, env
 from .collectives import (
     allgather,
     allgather_inplace,
@@ -24,10 +24,13 @@ from .collectives import (
     send,
 )
 from .communication import ReduceOp, init_process_group
+from .distributed import BaguaModule, add_to_modules
 from .env import get_local_rank, get_local_size, get_rank, get_world_size
 
 __all__ = [
+    "BaguaModule",
     "ReduceOp",
+    "algorithms",
     "allgather",
     "allgather_inplace",
     "allreduce",
@@ -38,8 +41,10 @@ __all__ = [
     "alltoall_v_inplace",
     "barrier",
     "broadcast",
+    "bucket",
     "communication",
     "contrib",
+    "data_parallel",
     "env",
     "gather",
     "gather_inplace",
@@ -57,3 +62,5 @@ __all__ = [
     "scatter_inplace",
     "send",
 ]
+
+add_to_modules()

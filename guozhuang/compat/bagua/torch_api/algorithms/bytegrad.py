@@ -1,0 +1,5 @@
+"""The module of ``ByteGradAlgorithm``."""
+
+from .gradients import ByteGradAlgorithm
+
+__all__ = ["ByteGradAlgorithm"]

@@ -1,0 +1,5 @@
+"""The module of ``GradientAllReduceAlgorithm``."""
+
+from .gradients import GradientAllReduceAlgorithm
+
+__all__ = ["GradientAllReduceAlgorithm"]

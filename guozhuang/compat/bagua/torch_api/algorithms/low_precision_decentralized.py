@@ -1,0 +1,5 @@
+"""The module of ``LowPrecisionDecentralizedAlgorithm``."""
+
+from .decentralized import LowPrecisionDecentralizedAlgorithm
+
+__all__ = ["LowPrecisionDecentralizedAlgorithm"]

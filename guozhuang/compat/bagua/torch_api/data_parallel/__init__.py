@@ -1,0 +1,5 @@
+"""Data-parallel training of Bagua: ``DistributedDataParallel`` and what stands behind ``with_bagua``."""
+
+from .distributed import make_data_parallel as DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]
