@@ -44,7 +44,7 @@ EXTENSIONS = [
 # them; what is handed on (an sdist, a wheel) does without them: a path means nothing elsewhere, and a name that nobody holds
 # could be anybody's.
 BESIDE = Path(__file__).resolve().parent / "packaging"
-REDIRECTED = ("byteps", "horovod")
+REDIRECTED = ("bagua", "byteps", "horovod")
 
 
 def redirect(root: str) -> list[str]:
@@ -57,6 +57,7 @@ HOROVOD = [*redirect("horovod"), "pyyaml", "scikit-learn"]
 ACCELERATE, LIGHTNING = ["accelerate>=1.0"], ["lightning>=2.4"]
 EXTRAS = {
     "accelerate": ACCELERATE,
+    "bagua": redirect("bagua"),
     "byteps": redirect("byteps"),
     "docs": ["mkdocstrings-python", "ruff", "zensical"],  # ruff lays out the signatures
     "horovod": HOROVOD,

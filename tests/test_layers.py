@@ -220,7 +220,7 @@ def test_layers_for_other_systems_stand_on_the_public_surface() -> None:
     internal = {
         other for module in GRAPH if part(module) == "compat" for other in GRAPH[module] if part(other) != "compat"
     }
-    # The packages whose names the package itself offers, and the methods of exchange and optimizers, which users take one by one.
+    # The packages whose names the package itself offers, the optimizers, and the methods of exchange, taken one by one.
     public = {"__init__", "public", "optim", *GRAPH["public"], *guozhuang._LATER.values()}
     public |= {module for module in MODULES if part(module) == "exchange"}
     found = [f"compat: {other}" for other in sorted(internal - public)]

@@ -1,4 +1,4 @@
-"""The interfaces of other systems (Horovod, BytePS): their scripts run unchanged. Only ``public`` and ``cli`` import this.
+"""The interfaces of other systems (Horovod, BytePS, Bagua): their scripts run unchanged. ``public`` and ``cli`` import this.
 
 Strategies for such systems are declared here as data, which ``public`` adds to the table of strategies.
 """

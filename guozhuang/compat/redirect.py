@@ -45,6 +45,12 @@ SYSTEMS = {
     each.root: each
     for each in (
         OtherSystem(
+            "bagua",
+            "guozhuang.compat.bagua",
+            ("bagua_define", "service"),
+            "Guozhuang stands in for Bagua, and does not search for the size of buckets: BAGUA_DEFAULT_BUCKET_SIZE is taken",
+        ),
+        OtherSystem(
             "byteps",
             "guozhuang.compat.byteps",
             ("_keras", "keras", "misc", "mxnet", "tensorflow"),

@@ -220,18 +220,19 @@ def test_a_wheel_of_ours_names_no_folder_of_this_machine(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_what_the_extra_for_byteps_installs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("root", "module"), [("byteps", "torch"), ("bagua", "torch_api")])
+def test_what_the_other_extras_install(tmp_path: Path, root: str, module: str) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
-    beside = ROOT / "packaging" / "byteps"
+    beside = ROOT / "packaging" / root
     shutil.copytree(beside, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     with zipfile.ZipFile(wheel(source)) as files:
         files.extractall(site)
-        assert not [name for name in files.namelist() if name.startswith("byteps")]
+        assert not [name for name in files.namelist() if name.startswith(root)]
     code = (
         f"import site, sys; site.addsitedir({str(site)!r}); at = sys.path.index({str(site)!r}); "
-        f"assert sys.path[at - 1] == {str(site / 'guozhuang_byteps')!r}, sys.path; "
+        f"assert sys.path[at - 1] == {str(site / f'guozhuang_{root}')!r}, sys.path; "
         f"sys.path.append({sysconfig.get_path('platlib')!r}); "
-        "import byteps.torch; assert byteps.torch.__name__ == 'guozhuang.compat.byteps.torch'"
+        f"import {root}.{module}; assert {root}.{module}.__name__ == 'guozhuang.compat.{root}.{module}'"
     )
     done = python("-S", "-c", code, path=[ROOT], folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,4 @@
 """Bagua's Python interface, carried out by Guozhuang: functions have the names and module paths that they have in Bagua.
 
-So far it holds the collectives and communicators of ``bagua.torch_api`` and the samplers of ``bagua.torch_api.contrib``;
-``import bagua`` does not find it.
+``import bagua.torch_api`` finds ``guozhuang.compat.bagua.torch_api``. docs/bagua.md lists what is there, and what differs.
 """
