@@ -161,6 +161,29 @@ def too_late(rank: int, size: int) -> None:
         barrier(size)
 
 
+def given_up_unheard(rank: int, size: int) -> None:
+    """A send that was given up while the other rank processed nothing is not received afterwards."""
+    with group(rank, size) as (_, _, p2p):
+        if rank == 0:
+            given_up = p2p.send(torch.zeros(3), 1, 1)
+            barrier(size)
+            with p2p._attendant.lock:
+                p2p._withdraw(given_up, given_up.too_late(None))
+            barrier(size)
+            p2p.send(torch.full((7,), 5.0), 1, 1).wait()
+        else:
+            until(lambda: bool(p2p._under_way._offers))
+            tensor = torch.zeros(7)
+            with p2p._attendant.lock:
+                barrier(size)
+                barrier(size)
+                receive = p2p.recv(tensor, 0, 1)
+                p2p._process(None)
+            receive.wait()
+            assert (tensor == 5).all()
+        barrier(size)
+
+
 def before_a_payload(p2p: PointToPoint, callback: Callable[[], None]) -> None:
     """Call a function once where this process has begun to receive a large payload."""
     hear = p2p._hear
@@ -492,6 +515,7 @@ def receives_apart(rank: int, size: int) -> None:
         pytest.param(any_source, 4, id="any_source"),
         pytest.param(differ, 2, id="a_difference_is_raised_on_both_ranks"),
         pytest.param(too_late, 2, id="a_transfer_without_its_other_side_ends_in_time"),
+        pytest.param(given_up_unheard, 2, id="what_was_given_up_unheard_is_not_received"),
         pytest.param(stopped, 2, id="a_stopped_rank_is_given_up_in_time_and_can_go_on"),
         pytest.param(leaves, 4, id="ranks_may_leave_while_others_receive"),
         pytest.param(closes, 2, id="closing_ends_what_is_under_way"),

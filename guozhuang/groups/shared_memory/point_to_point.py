@@ -203,12 +203,7 @@ class PointToPoint:
         return _LONGEST_SLEEP_S if self._under_way.is_empty else min(self._earliest_deadline - now, _LOOK_S)
 
     def _receive(self, ready: Set[int], now: float) -> None:
-        for _ in range(_MESSAGES_PER_TURN):
-            message = self._mail.take(-1)
-            if message is None:
-                break
-            if message[0] not in self._under_way.lost:
-                self._hear(*message)
+        self._hear_messages(_MESSAGES_PER_TURN)
         for peer, channel in self._channels if ready else ():
             if channel.fileno() in ready and peer not in self._under_way.lost:
                 self._read(peer)
@@ -218,13 +213,20 @@ class PointToPoint:
             self._look_who_gave_up()
             self._next_look = now + _LOOK_S / 2
 
+    def _hear_messages(self, most: int) -> None:
+        while most and (message := self._mail.take(-1)) is not None:
+            most -= 1
+            if message[0] not in self._under_way.lost:
+                self._hear(*message)
+
     def _take(self, transfer: Transfer) -> None:
         """Start a new transfer."""
         if transfer.deadline < self._earliest_deadline:
             self._earliest_deadline = transfer.deadline
         if self._rank in self._under_way.gave_up:
             transfer.end(self._broken())
-        elif transfer.is_send:
+            return
+        if transfer.is_send:
             assert transfer.peer is not None
             if transfer.peer in self._under_way.lost or transfer.peer in self._under_way.gave_up:
                 transfer.end(self._why(transfer, transfer.peer))
@@ -234,7 +236,10 @@ class PointToPoint:
             numbers = transfer.number, transfer.tag, transfer.num_elements
             num_bytes = transfer.num_bytes if transfer.num_bytes <= self._along_bytes else 0
             self._say(transfer.peer, transfers.OFFER, *numbers, transfer.dtype, transfer.address, num_bytes)
-        elif (offer := self._under_way.post(transfer)) is not None:
+            return
+        if self._under_way.offered(transfer):
+            self._hear_messages(-1)  # one of them may say that the offer was given up
+        if (offer := self._under_way.post(transfer)) is not None:
             self._match(transfer, offer)
         elif (lost := self._under_way.hopeless(transfer)) is not None:
             self._under_way.withdraw(transfer)

@@ -230,8 +230,7 @@ class UnderWay:
 
     def post(self, receive: Transfer) -> Offer | None:
         """Match a receive with an offer and return the offer; if there is none, store the receive and return None."""
-        keys = [key for key in self._offers if key[1] == receive.tag and receive.peer in (None, key[0])]
-        if keys:
+        if keys := self.offered(receive):
             key = min(keys, key=lambda k: self._offers[k][0].turn)
             offer = self._offers[key].popleft()
             if not self._offers[key]:
@@ -240,6 +239,10 @@ class UnderWay:
         self._turn += 1
         self._posted.setdefault((receive.peer, receive.tag), deque()).append((self._turn, receive))
         return None
+
+    def offered(self, receive: Transfer) -> list[tuple[int, int]]:
+        """Return source and tag of the stored offers that a receive may match."""
+        return [key for key in self._offers if key[1] == receive.tag and receive.peer in (None, key[0])]
 
     def offer(self, offer: Offer) -> Transfer | None:
         """Match an offer with a receive and return the receive; if there is none, store the offer and return None."""
