@@ -62,7 +62,11 @@ else:
 batches, model = loader(16), net()
 optimizer, algorithm = choose(name, model, 0.05)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
-model = model.with_bagua([optimizer], algorithm, do_flatten=True)
+fuses = "fuse" in sys.argv
+model = model.with_bagua([optimizer], algorithm, do_flatten=not fuses)
+if fuses:
+    from bagua.torch_api.contrib import fuse_optimizer
+    optimizer = fuse_optimizer(optimizer, do_flatten=True)
 for epoch in range(8):
     if name == "async":
         model.bagua_algorithm.resume(model)
@@ -71,7 +75,7 @@ for epoch in range(8):
     for x, y in batches:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        optimizer.fuse_step() if fuses else optimizer.step()
     if name == "async":
         model.bagua_algorithm.abort(model)
     scheduler.step()
@@ -139,6 +143,8 @@ SLOW = ["gradient_allreduce", "bytegrad", "low_precision_decentralized", "qadam"
     ("name", "words"),
     [
         ("digits", ["decentralized"]),
+        pytest.param("digits", ["gradient_allreduce", "fuse"], marks=pytest.mark.slow),
+        pytest.param("digits", ["decentralized", "fuse"], marks=pytest.mark.slow),
         *(pytest.param("digits", [each], marks=pytest.mark.slow) for each in SLOW),
         *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("resumed", "groups")),
     ],

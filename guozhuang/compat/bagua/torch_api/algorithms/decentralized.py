@@ -13,6 +13,7 @@ from guozhuang.exchange.decentralized import Decentralized
 from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentralized
 from guozhuang.exchange.weights import WeightExchange
 
+from ..contrib.fuse.optimizer import is_fused_optimizer
 from .base import Algorithm, AlgorithmImpl
 
 
@@ -103,7 +104,7 @@ class LowPrecisionDecentralizedImpl(AlgorithmImpl):
 
     @override
     def check(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], do_flatten: bool) -> None:
-        assert not any(hasattr(each, "fuse_step") for each in optimizers), explain(
+        assert not any(map(is_fused_optimizer, optimizers)), explain(
             "low_precision_decentralized cannot train with a fused optimizer", fix="leave out fuse_optimizer"
         )
         ignored = {*getattr(module, "_bagua_params_and_buffers_to_ignore", ())}

@@ -1,0 +1,1 @@
+"""One step for all parameters of a group."""
