@@ -32,6 +32,20 @@ def _byteps(model: nn.Module, optimizer: Optimizer, setup: object) -> tuple[nn.M
     return strategy.prepare(model, optimizer, system)
 
 
+def _bagua_gradient_allreduce(model: nn.Module, optimizer: Optimizer, setup: object) -> tuple[nn.Module, Optimizer]:
+    from guozhuang.compat.bagua import strategy
+
+    return strategy.prepare(model, optimizer, "gradient_allreduce")
+
+
+def _bagua_bytegrad(model: nn.Module, optimizer: Optimizer, setup: object) -> tuple[nn.Module, Optimizer]:
+    from guozhuang.compat.bagua import strategy
+
+    return strategy.prepare(model, optimizer, "bytegrad", hierarchical=False)
+
+
+_BAGUA = "Gan et al., BAGUA: Scaling up Distributed Learning with System Relaxations, VLDB 2021, arXiv:2107.01499"
+
 #: Pairs: the strategy in the table after which to insert this one, and the fields of its ``guozhuang.strategies.Strategy``.
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     (
@@ -58,6 +72,30 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
             "prepare": _byteps,
             "source": "Jiang et al., A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU "
             "Clusters, OSDI 2020",
+        },
+    ),
+    (
+        "byteps",
+        {
+            "name": "bagua-gradient-allreduce",
+            "summary": "Bagua's with_bagua with gradient_allreduce: the model has no wrapper",
+            "exact": True,
+            "trains": True,
+            "one_process": False,
+            "prepare": _bagua_gradient_allreduce,
+            "source": _BAGUA,
+        },
+    ),
+    (
+        "bagua-gradient-allreduce",
+        {
+            "name": "bagua-bytegrad",
+            "summary": "Bagua's with_bagua with bytegrad: gradients and their mean in 8 bits, also inside a node",
+            "exact": False,
+            "trains": True,
+            "one_process": False,
+            "prepare": _bagua_bytegrad,
+            "source": _BAGUA,
         },
     ),
 )

@@ -91,7 +91,8 @@ def test_options_of_a_workload_reach_it(tmp_path: Path) -> None:
     [
         (
             ("--strategies", "single,dpp"),
-            "single, ddp, torch-ddp, horovod, byteps, dp, sharded, sharded-quantize8, sharded-gradients, sharded-weights, "
+            "single, ddp, torch-ddp, horovod, byteps, bagua-gradient-allreduce, bagua-bytegrad, "
+            "dp, sharded, sharded-quantize8, sharded-gradients, sharded-weights, "
             "pipeline, torch-pipeline, tensor, torch-tensor, space, sequence, hybrid, parameter-server, sparse-rows",
         ),
         (("--strategies", "ddp,single,ddp"), "one twice"),

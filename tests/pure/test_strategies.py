@@ -38,7 +38,8 @@ def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(
         UsageError,
-        match=r"single, ddp, torch-ddp, horovod, byteps, dp, sharded, .*, quantize8, .*, async-model-average, none",
+        match=r"single, ddp, torch-ddp, horovod, byteps, bagua-gradient-allreduce, bagua-bytegrad, dp, "
+        r"sharded, .*, quantize8, .*, async-model-average, none",
     ):
         strategies.get("dpp")
 

@@ -1,7 +1,8 @@
-"""The strategy ``byteps`` gives the bits of ``horovod``, with which it shares engine and exchange."""
+"""The strategies of other systems give the bits of those that they share engine and exchange with."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,7 +27,10 @@ def trained(rank: int, num_ranks: int, strategy: str) -> list[float]:
     return [value for p in model.parameters() for value in p.detach().flatten().tolist()]
 
 
-def test_the_bits_of_horovod() -> None:
-    found = [run_ranks(trained, 3, strategy, init=False) for strategy in ("horovod", "byteps")]
+@pytest.mark.parametrize(
+    "pair", [("horovod", "byteps"), ("ddp", "bagua-gradient-allreduce"), ("quantize8", "bagua-bytegrad")]
+)
+def test_the_bits_of_the_other(pair: tuple[str, str]) -> None:
+    found = [run_ranks(trained, 3, strategy, init=False) for strategy in pair]
     first = found[0][0]
     assert all(each == first for ranks in found for each in ranks)
