@@ -251,3 +251,63 @@ def test_ranks_are_known_before_the_group(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_store_needs_all_numbers(rank: int, size: int, local_size: int) -> None:
     with pytest.raises(AssertionError, match=r"with a store|local_world_size"):
         bagua.init_process_group(dist.HashStore(), rank, size, local_size)
+
+
+def _objects_and_lists(rank: int, size: int) -> None:
+    bagua.init_process_group()
+    settings = {"lr": 0.02, "weight_decay": 1e-4, "momentum": 0.9}
+    assert bagua.communication.broadcast_object(settings if rank == 1 else None, 1) == settings
+    comm = new_group([0, 2]).get_global_communicator()
+    got = bagua.communication.broadcast_object({"of": rank}, 1, comm)
+    assert got == {"of": rank if rank == 1 else 2}  # rank 1 of the communicator is rank 2; others get theirs back
+    tensors = [_given(rank, 3).view(3, 1), torch.tensor([rank]), _given(rank, 2)]
+    bagua.communication.broadcast_coalesced(tensors, 2)
+    assert torch.equal(tensors[0], _given(2, 3).view(3, 1)) and tensors[1].item() == 2
+    tensors = [_given(rank, 3), torch.tensor([rank])]
+    bagua.communication.allreduce_coalesced_inplace(tensors, bagua.ReduceOp.AVG)
+    torch.testing.assert_close(tensors[0], _all(size, 3).mean(0))
+    assert tensors[1].item() == 1
+    kept = torch.tensor([rank])
+    bagua.communication.allreduce_coalesced_inplace([kept], comm=comm)
+    assert kept.item() == (1 if rank == 1 else 2)
+
+
+def test_objects_and_lists_of_tensors() -> None:
+    run_threads(_objects_and_lists, 3)
+
+
+def _groups_and_gradients(rank: int, size: int) -> None:
+    bagua.init_process_group()
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        with pytest.raises(AssertionError, match="bagua_patch"):
+            _ = group.bagua_pg
+        assert group.bagua_patch() is group and group.bagua_pg.ranks == [0, 1]
+        assert group.bagua_get_global_communicator().nranks() == 2
+        assert group.bagua_get_intra_node_communicator().nranks() == 2
+    x = torch.full((2,), float(rank), requires_grad=True)
+    total = bagua.data_parallel.functional.all_reduce(x)
+    assert total.tolist() == [3.0, 3.0] and x.tolist() == [rank, rank]
+    (total * (rank + 1)).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [6.0, 6.0]
+    most = bagua.data_parallel.functional.all_reduce(x.detach(), dist.ReduceOp.MAX)
+    assert most.tolist() == [2.0, 2.0]
+    with pytest.raises(UsageError, match="SUM or MAX"):
+        bagua.data_parallel.functional.all_reduce(x, dist.ReduceOp.MIN)
+
+
+def test_patched_groups_and_gradients_of_all_reduce() -> None:
+    run_threads(_groups_and_gradients, 3)
+
+
+def test_helpers() -> None:
+    from guozhuang import SyncBatchNorm
+    from guozhuang.compat.bagua.torch_api.contrib import sync_batchnorm
+
+    assert sync_batchnorm.SyncBatchNorm is SyncBatchNorm
+    some = [torch.ones(2, 3), torch.zeros(4)]
+    flat = bagua.utils.flatten(some)
+    assert flat.shape == (10,) and all(map(torch.equal, bagua.utils.unflatten(flat, some), some))
+    bagua.utils.apply_flattened_call(some, lambda flat: flat.add_(1))
+    assert (some[0] == 2).all() and (some[1] == 1).all()
+    assert 0 < bagua.env.find_free_network_port() < 65536

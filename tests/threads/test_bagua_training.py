@@ -18,9 +18,11 @@ from guozhuang.compat.bagua.torch_api.algorithms import Algorithm, AlgorithmImpl
 from guozhuang.compat.bagua.torch_api.algorithms.q_adam import QAdamAlgorithm, QAdamOptimizer
 from guozhuang.compat.bagua.torch_api.data_parallel import DistributedDataParallel as BaguaDDP
 from guozhuang.errors import MismatchError, UsageError
+from guozhuang.exchange import decentralized, low_precision_decentralized
 from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.decentralized import partner
+from guozhuang.groups.hierarchical.nodes import Nodes
 
 from .ranks import run_threads
 
@@ -505,3 +507,44 @@ def test_modules_have_a_name() -> None:
     assert module.bagua_module_name == "head"
     with pytest.raises(AttributeError, match="bagua_algorithm"):
         _ = module.bagua_algorithm
+
+
+def _two_nodes(rank: int, size: int, name: str, options: dict[str, Any]) -> None:
+    bagua.init_process_group()
+    model = _made(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model.with_bagua([optimizer], Algorithm.init(name, **options))  # type: ignore[operator]
+    batches = _batches(rank, 3)
+    before = _everyones(_flat(model), size)
+    for x, y in batches:
+        before = _everyones(_flat(model), size)
+        _step(model, optimizer, x, y)
+    everyones = _everyones(_flat(model), size)
+    own_node = [r for r in range(size) if (r == 0) == (rank == 0)]
+    assert all(torch.equal(everyones[rank], everyones[r]) for r in own_node) or name == "decentralized"
+    if name == "decentralized":
+        averages = [torch.stack(before[:1]).mean(0), torch.stack(before[1:]).mean(0)]
+        peer = model.bagua_buckets[0]._peer_weight  # type: ignore[index,union-attr]
+        torch.testing.assert_close(peer, torch.stack(averages).mean(0), rtol=1e-5, atol=1e-6)
+    else:
+        assert not torch.equal(everyones[0], everyones[1])
+        if rank < 2:  # the ring of two leaders
+            assert torch.equal(model.bagua_buckets[0]._left_peer_weight, everyones[1 - rank])  # type: ignore[index,union-attr]
+    model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
+    _step(model, optimizer, *batches[0])
+    assert all(torch.equal(each, _flat(model)) for each in _everyones(_flat(model), size))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("decentralized", {}),
+        ("decentralized", {"peer_selection_mode": "shift_one"}),
+        ("low_precision_decentralized", {}),
+    ],
+)
+def test_two_nodes_of_different_sizes(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a node average first, and the first ranks of the nodes exchange; rank 0 has a node of its own."""
+    for module in (decentralized, low_precision_decentralized):
+        monkeypatch.setattr(module, "find_nodes", lambda group, _: Nodes.of(["a", "b", "b"], group.rank()))
+    run_threads(_two_nodes, 3, name, options)

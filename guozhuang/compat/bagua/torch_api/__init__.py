@@ -1,6 +1,6 @@
 """Bagua's interface for PyTorch: ranks, communicators, collectives, and ``model.with_bagua``, which any module has with it."""
 
-from . import algorithms, bucket, communication, contrib, data_parallel, env
+from . import algorithms, bucket, checkpoint, communication, contrib, data_parallel, env, moe, utils
 from .collectives import (
     allgather,
     allgather_inplace,
@@ -23,7 +23,7 @@ from .collectives import (
     scatter_inplace,
     send,
 )
-from .communication import ReduceOp, init_process_group
+from .communication import ReduceOp, add_to_groups, init_process_group
 from .distributed import BaguaModule, add_to_modules
 from .env import get_local_rank, get_local_size, get_rank, get_world_size
 
@@ -42,6 +42,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "bucket",
+    "checkpoint",
     "communication",
     "contrib",
     "data_parallel",
@@ -53,6 +54,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "init_process_group",
+    "moe",
     "recv",
     "reduce",
     "reduce_inplace",
@@ -61,6 +63,8 @@ __all__ = [
     "scatter",
     "scatter_inplace",
     "send",
+    "utils",
 ]
 
+add_to_groups()
 add_to_modules()

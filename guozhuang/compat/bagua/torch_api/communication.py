@@ -21,6 +21,8 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.groups import subgroups
 from guozhuang.watch.processes import node_identity
 
+from . import env
+
 _LIMIT_S = 1800.0
 _TWICE = "trying to initialize the default process group twice!"
 
@@ -166,6 +168,13 @@ def init_process_group(
     _torch_to_bagua_pg_map[default] = BaguaProcessGroup(default, range(default.size()), nodes, None, "0")
 
 
+def place() -> tuple[int, int]:
+    """Return rank and size of the default group of ``torch.distributed``; of the launcher's variables before it is there."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return env.get_rank(), env.get_world_size()
+
+
 def is_initialized() -> bool:
     """Return whether ``init_process_group`` was called and the default group is still there."""
     default = dist.group.WORLD
@@ -226,6 +235,104 @@ def communicator(comm: Any) -> BaguaCommunicator | None:
         fix = "give new_group(...).get_global_communicator(), or None for all ranks"
         raise UsageError(explain("comm is a communicator", value=comm, fix=fix))
     return comm
+
+
+def broadcast_object(obj: Any, src: int = 0, comm: Any = None) -> Any:
+    """Return the object of one rank on every rank. All ranks of the communicator call it; others get ``obj`` back.
+
+    Args:
+        obj: on ``src`` an object that can be pickled; ignored on other ranks.
+        src: a rank in the communicator.
+        comm: the communicator; None: of all ranks.
+    """
+    here = communicator(comm)
+    if here is None:
+        return obj
+    sent = [obj]
+    dist.broadcast_object_list(sent, group_src=src, group=here.torch_group)
+    return sent[0]
+
+
+def broadcast_coalesced(tensors: Sequence[torch.Tensor], src: int = 0, comm: Any = None) -> None:
+    """Overwrite tensors with those of one rank, in few messages. All ranks of the communicator call it.
+
+    Args:
+        tensors: of equal shapes and dtypes on all ranks.
+        src: a rank in the communicator.
+        comm: the communicator; None: of all ranks.
+    """
+    here = communicator(comm)
+    for flat, some in _by_dtype(tensors) if here is not None else ():
+        dist.broadcast(flat, group_src=src, group=here.torch_group)  # type: ignore[union-attr]
+        _write_back(flat, some)
+
+
+def allreduce_coalesced_inplace(tensors: Sequence[torch.Tensor], op: ReduceOp = ReduceOp.SUM, comm: Any = None) -> None:
+    """Combine tensors over ranks, in place, in few messages. All ranks of the communicator call it.
+
+    Args:
+        tensors: of equal shapes and dtypes on all ranks.
+        op: how they are combined.
+        comm: the communicator; None: of all ranks.
+    """
+    from .collectives import allreduce_inplace  # which imports this module
+
+    if communicator(comm) is None:
+        return
+    for flat, some in _by_dtype(tensors):
+        allreduce_inplace(flat, op, comm)
+        _write_back(flat, some)
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    kinds = dict.fromkeys((t.dtype, t.device) for t in tensors)
+    parts = [[t for t in tensors if (t.dtype, t.device) == kind] for kind in kinds]
+    return [(torch.cat([t.detach().reshape(-1) for t in some]), some) for some in parts]
+
+
+def _write_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            t.copy_(part.view(t.shape))
+
+
+class GroupPatch:
+    """The methods that PyTorch's process groups get by importing ``bagua.torch_api``."""
+
+    def bagua_patch(self, stream: Any = None) -> Any:
+        """Let Bagua know this group, and return it. Its members call it."""
+        from_torch_group(self, stream)  # type: ignore[arg-type]
+        return self
+
+    @property
+    def bagua_pg(self) -> BaguaProcessGroup:
+        """This group as a group of Bagua's.
+
+        Raises:
+            AssertionError: before ``bagua_patch``.
+        """
+        found = _torch_to_bagua_pg_map.get(self)  # type: ignore[call-overload]
+        assert found is not None, explain("this group is not known to Bagua", fix="call group.bagua_patch() first")
+        return found  # type: ignore[no-any-return]
+
+    def bagua_get_global_communicator(self) -> Any:
+        """Return the communicator of all members."""
+        return self.bagua_pg.get_global_communicator()
+
+    def bagua_get_inter_node_communicator(self) -> Any:
+        """Return the communicator of one member of each node."""
+        return self.bagua_pg.get_inter_node_communicator()
+
+    def bagua_get_intra_node_communicator(self) -> Any:
+        """Return the communicator of the members on this rank's node."""
+        return self.bagua_pg.get_intra_node_communicator()
+
+
+def add_to_groups() -> None:
+    """Give PyTorch's process groups the methods of :class:`GroupPatch`. Repeated calls are harmless."""
+    for name, value in vars(GroupPatch).items():
+        if name.startswith("bagua_"):
+            setattr(dist.ProcessGroup, name, value)
 
 
 def _get_default_group() -> BaguaProcessGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 from guozhuang.errors import UsageError, explain
 
@@ -33,3 +34,10 @@ def _number(name: str, default: int) -> int:
         fix = "start the script with `guozhuang run`, which sets it"
         raise UsageError(explain(f"environment variable {name} must be a whole number", value=text, fix=fix))
     return int(text)
+
+
+def find_free_network_port() -> int:
+    """Return a port of this machine that nobody listens at now; another process may take it at any time."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])

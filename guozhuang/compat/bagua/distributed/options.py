@@ -1,0 +1,75 @@
+"""What the three launchers share: Bagua's own options, and the call of ``guozhuang run``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from guozhuang import compat
+from guozhuang.errors import UsageError, explain
+from guozhuang.launch import agent
+from guozhuang.launch.console.say import say
+from guozhuang.launch.request import Request
+
+# These, with their defaults, tell Bagua's search for the size of buckets what to do.
+_SEARCH: dict[str, tuple[Callable[[str], Any], Any]] = {
+    "bagua_service_port": (int, None),
+    "autotune_level": (int, 0),
+    "autotune_max_samples": (int, 60),
+    "autotune_sampling_confidence_time": (float, 5.0),
+    "autotune_warmup_time": (float, 30.0),
+}
+_NO_SEARCH = "buckets are not searched for; BAGUA_DEFAULT_BUCKET_SIZE is taken, and no port is opened"
+_NO_NET = "Bagua-Net is a plug-in of NCCL and is not used"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add Bagua's own options to a parser."""
+    for name, (kind, default) in _SEARCH.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=argparse.SUPPRESS)
+    for name in ("is_output_autotune_log", "report_metrics"):
+        parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--default_bucket_size", type=int, help="bytes of a bucket (default: 10485760)")
+    parser.add_argument("--enable_bagua_net", action="store_true", help=_NO_NET)
+
+
+def launch(
+    words_for: Callable[[Sequence[str]], tuple[list[str], argparse.Namespace]], argv: Sequence[str] | None
+) -> int:
+    """Translate a command line, and run it.
+
+    Args:
+        words_for: returns the command line of ``guozhuang run``, and the parsed options.
+        argv: the command line; None: that of this process.
+
+    Returns:
+        0 if every rank ended with 0; the code of the rank that failed first, 128 + its number for a signal; 2 for options that
+        cannot work.
+    """
+    try:
+        words, found = words_for(sys.argv[1:] if argv is None else argv)
+        variables = {"PYTHONUNBUFFERED": "1"}
+        if found.default_bucket_size is not None:
+            if found.default_bucket_size < 1:
+                raise UsageError(explain("--default_bucket_size is a number of bytes", value=found.default_bucket_size))
+            variables["BAGUA_DEFAULT_BUCKET_SIZE"] = str(found.default_bucket_size)
+        for note in _notes(found):
+            say(note)
+        extension = dataclasses.replace(compat.extension(), rank_variables={"NODE_RANK": "{cross_rank}"})
+        return agent.main(words, Request(extension, variables=variables))
+    except UsageError as error:
+        say(str(error))
+        return 2
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+
+
+def _notes(found: argparse.Namespace) -> list[str]:
+    searches = found.autotune_level > 0 or found.bagua_service_port is not None or found.report_metrics
+    searches = searches or found.is_output_autotune_log or os.environ.get("BAGUA_AUTOTUNE", "0") not in ("", "0")
+    return [*([_NO_SEARCH] if searches else []), *([_NO_NET] if found.enable_bagua_net else [])]

@@ -1,0 +1,27 @@
+"""Tensors as one flat tensor, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a new 1-dimensional tensor of the values of tensors of one dtype."""
+    flat: Tensor = _flatten_dense_tensors(tuple(tensors))
+    return flat
+
+
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a flat tensor with the shapes of ``tensors``, one behind the other."""
+    return list(_unflatten_dense_tensors(flat, tuple(tensors)))
+
+
+def apply_flattened_call(bucket: Sequence[Tensor], call: Callable[[Tensor], object]) -> None:
+    """Call a function, which changes its argument in place, with the tensors as one, and write the values back."""
+    flat = flatten(bucket)
+    call(flat)
+    for tensor, part in zip(bucket, unflatten(flat, bucket), strict=True):
+        tensor.detach().copy_(part)
