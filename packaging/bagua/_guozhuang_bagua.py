@@ -12,3 +12,10 @@ _FOLDER = os.path.join(_SITE, "guozhuang_bagua")
 
 if _FOLDER not in sys.path:
     sys.path.insert(sys.path.index(_SITE) if _SITE in sys.path else len(sys.path), _FOLDER)
+
+
+def baguarun() -> None:
+    """Be the command ``baguarun``: Guozhuang's."""
+    from guozhuang.compat.bagua.script.baguarun import main
+
+    sys.exit(main())

@@ -19,7 +19,7 @@ from torch import Tensor
 from guozhuang import world
 from guozhuang.errors import UsageError, explain
 
-from .communication import BaguaCommunicator, ReduceOp, communicator
+from .communication import BaguaCommunicator, ReduceOp, communicator, divided, of_torch
 
 _DTYPES = (torch.float32, torch.float16, torch.int64, torch.uint8)
 
@@ -51,9 +51,9 @@ def reduce(send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = Re
     if (here := _checked(comm, send_tensor, recv_tensor)) is not None:
         _same_size(send_tensor, recv_tensor)
         flat = _flat(send_tensor).clone()
-        dist.reduce(flat, op=_of_torch(op), group=here.torch_group, group_dst=_member(here, dst))
+        dist.reduce(flat, op=of_torch(op), group=here.torch_group, group_dst=_member(here, dst))
         if here.rank() == dst:
-            _write(recv_tensor, _divided(flat, op, here))
+            _write(recv_tensor, divided(flat, op, here))
 
 
 def reduce_inplace(tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: Any = None) -> None:
@@ -68,8 +68,8 @@ def allreduce(send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.
         flat = _flat(recv_tensor)
         if send_tensor is not recv_tensor:
             flat.copy_(send_tensor.detach().reshape(-1))
-        dist.all_reduce(flat, op=_of_torch(op), group=here.torch_group)
-        _write(recv_tensor, _divided(flat, op, here))
+        dist.all_reduce(flat, op=of_torch(op), group=here.torch_group)
+        _write(recv_tensor, divided(flat, op, here))
 
 
 def allreduce_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: Any = None) -> None:
@@ -140,8 +140,8 @@ def reduce_scatter(send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = Redu
     if (here := _checked(comm, send_tensor, recv_tensor)) is not None:
         _same_size(recv_tensor, send_tensor, here.nranks())
         flat = _flat(recv_tensor)
-        world.versions.reduce_scatter_single(flat, _flat(send_tensor).clone(), op=_of_torch(op), group=here.torch_group)
-        _write(recv_tensor, _divided(flat, op, here))
+        world.versions.reduce_scatter_single(flat, _flat(send_tensor).clone(), op=of_torch(op), group=here.torch_group)
+        _write(recv_tensor, divided(flat, op, here))
 
 
 def reduce_scatter_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: Any = None) -> None:
@@ -280,15 +280,3 @@ def _check_places(tensor: Tensor, counts: Sequence[int], begins: Sequence[int], 
     if not fits or any(count < 0 for count in counts[:n]):
         what = f"counts and displs name for each of {n} ranks a part inside the tensor's {tensor.numel()} elements"
         raise UsageError(explain(what, value=(list(counts), list(begins))))
-
-
-def _of_torch(op: ReduceOp) -> Any:
-    """Return PyTorch's operation; AVG is summed, because not every backend averages, and :func:`_divided` then."""
-    op = ReduceOp(op)
-    return dist.ReduceOp.SUM if op is ReduceOp.AVG else getattr(dist.ReduceOp, op.name)
-
-
-def _divided(total: Tensor, op: ReduceOp, here: BaguaCommunicator) -> Tensor:
-    if op != ReduceOp.AVG:
-        return total
-    return total.div_(here.nranks(), rounding_mode=None if total.is_floating_point() else "trunc")

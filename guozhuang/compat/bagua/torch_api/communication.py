@@ -275,13 +275,23 @@ def allreduce_coalesced_inplace(tensors: Sequence[torch.Tensor], op: ReduceOp = 
         op: how they are combined.
         comm: the communicator; None: of all ranks.
     """
-    from .collectives import allreduce_inplace  # which imports this module
+    here = communicator(comm)
+    for flat, some in _by_dtype(tensors) if here is not None else ():
+        dist.all_reduce(flat, op=of_torch(op), group=here.torch_group)  # type: ignore[union-attr]
+        _write_back(divided(flat, op, here), some)  # type: ignore[arg-type]
 
-    if communicator(comm) is None:
-        return
-    for flat, some in _by_dtype(tensors):
-        allreduce_inplace(flat, op, comm)
-        _write_back(flat, some)
+
+def of_torch(op: ReduceOp) -> Any:
+    """Return PyTorch's operation; AVG is summed, because not every backend averages, and :func:`divided` then."""
+    op = ReduceOp(op)
+    return dist.ReduceOp.SUM if op is ReduceOp.AVG else getattr(dist.ReduceOp, op.name)
+
+
+def divided(total: torch.Tensor, op: ReduceOp, here: BaguaCommunicator) -> torch.Tensor:
+    """Divide the sum for AVG by the number of ranks, in place; whole numbers are cut towards zero."""
+    if op != ReduceOp.AVG:
+        return total
+    return total.div_(here.nranks(), rounding_mode=None if total.is_floating_point() else "trunc")
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:

@@ -17,7 +17,7 @@ OF_A_PROCESS = tuple(
 EXTENSION = Extension(
     python_path=(ON_PATH_FOLDER,),
     of_a_process=(ELASTIC, *OF_A_PROCESS),
-    carried=("HOROVOD_",),
+    carried=("HOROVOD_", "BAGUA_"),
     other_names={"GLOO_SOCKET_IFNAME": "HOROVOD_GLOO_IFACE"},
 )
 OF_HOROVODRUN = dataclasses.replace(

@@ -1,0 +1,74 @@
+"""The command lines of Bagua's launchers, translated to those of `guozhuang run`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from guozhuang.compat.bagua.distributed import launch, run
+from guozhuang.compat.bagua.script import baguarun
+
+LAUNCH = [
+    ("t.py", "--nproc-per-node 1 --standalone t.py"),
+    ("--nproc_per_node 2 t.py --nproc_per_node 5", "--nproc-per-node 2 --standalone t.py --nproc_per_node 5"),
+    (
+        "--nnodes 2 --node_rank 1 --master_addr h --nproc_per_node 2 t.py",
+        "--nproc-per-node 2 --nnodes 2 --node-rank 1 --master-addr h --master-port 29500 t.py",
+    ),
+    (
+        "--set_additional_flag --logdir d -m a.b x",
+        "--nproc-per-node 1 --standalone --pass-local-rank local_rank --copy-output d -m a.b x",
+    ),
+    ("--no_python --autotune_level 1 sh -c", "--nproc-per-node 1 --standalone --no-python sh -c"),
+]
+RUN = [
+    ("t.py", "--max-restarts 3 t.py"),
+    ("--nnodes 1:2 --nproc_per_node 4 t.py -x", "--nnodes 1:2 --nproc_per_node 4 --max-restarts 3 t.py -x"),
+    (
+        "--standalone --max_restarts 0 -m a.b --nnodes 7",
+        "--standalone --max-restarts 0 --module a.b --nnodes 7",
+    ),
+    (
+        "--rdzv_backend c10d --rdzv_endpoint h:1 --rdzv_id 5 --default_bucket_size 9 t.py",
+        "--rdzv_backend c10d --rdzv_endpoint h:1 --rdzv_id 5 --max-restarts 3 t.py",
+    ),
+]
+HOSTS = [
+    ("--host_list a,b --nproc_per_node 2 t.py -x", "-H a:2,b:2 t.py -x"),
+    ("--host_list a:22,b --ssh_port 22 --nproc_per_node 1 t.py", "-H a:1,b:1 --ssh-port 22 t.py"),
+    (
+        "--host_list a --master_port 5 --no_python -x A -x B=1 --nproc_per_node 1 sh",
+        "-H a:1 --master-port 5 -x A -x B=1 --no-python sh",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "wanted"),
+    [(module, *case) for module, cases in ((launch, LAUNCH), (run, RUN), (baguarun, HOSTS)) for case in cases],
+)
+def test_words(module: Any, given: str, wanted: str) -> None:
+    words, _ = module.words_for(given.split())
+    assert " ".join(words) == wanted
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "said"),
+    [
+        (launch, "-m --no_python t", "exclude each other"),
+        (launch, "--default_bucket_size 0 t.py", "number of bytes"),
+        (baguarun, "--nproc_per_node 1 t.py", "BAGUA_NODE_DOMAIN_NAMES"),
+        (baguarun, "--host_list a:1,b:2 --nproc_per_node 1 t.py", "different ports"),
+    ],
+)
+def test_refused(module: Any, given: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert module.main(given.split()) == 2
+    assert said in capfd.readouterr().err
+
+
+def test_hosts_and_port_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_NODE_DOMAIN_NAMES", "a, b")
+    monkeypatch.setenv("BAGUA_SSH_PORT", "2222")
+    words, _ = baguarun.words_for(["--nproc_per_node", "3", "t.py"])
+    assert words == ["-H", "a:3,b:3", "--ssh-port", "2222", "t.py"]
