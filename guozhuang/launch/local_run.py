@@ -151,9 +151,10 @@ class LocalRun(NodeRun):
         command = self._with_local_rank(self._command, str(local_rank))
         command = versions.bound_to_numa(command, local_rank, versions.field(self._config, "numa_options"))
         self._error_files[rank] = environ.get("TORCHELASTIC_ERROR_FILE", "")
-        pid = self._crew.start(rank, command, os.environ | environ, *places)
-        self._job.living.add(rank)
-        self._pids[rank] = pid
+        with self._signals.held():
+            pid = self._crew.start(rank, command, os.environ | environ, *places)
+            self._job.living.add(rank)
+            self._pids[rank] = pid
         self._output.watch({rank: pid})
 
     def _environment(self, attempt: Attempt, local_rank: int) -> dict[str, str]:

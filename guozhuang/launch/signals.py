@@ -2,13 +2,18 @@
 
 [Note: signals] The first signal raises an exception, so it ends every wait, for other nodes or for a store that does not
 answer. Later signals are only recorded: a second one makes the agent kill the ranks at once.
+
+[Note: signals while a rank starts] A rank runs, and may have its own handlers, before the agent has written down that it lives.
+An exception in between would leave a rank that the agent does not know: it would be killed with what the run left behind,
+without the signal. So the first signal in a ``held`` block is raised at the block's end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -35,13 +40,13 @@ class Signals:
         wanted: the signals to handle.
 
     Attributes:
-        noted: the signals that arrived after ``note`` was called or after the first one was raised.
+        noted: the signals that arrived after ``note`` was called, after the first one was raised, or in a ``held`` block.
         is_signalled: whether any signal has arrived.
     """
 
     def __init__(self, wanted: Iterable[int]) -> None:
         self.noted: list[int] = []
-        self.is_signalled = self._is_noting = False
+        self.is_signalled = self._is_noting = self._is_held = False
         # getsignal() returns None for a handler that Python did not set: it could not be restored, so it is not replaced.
         self._numbers = [number for number in wanted if signal.getsignal(number) not in (signal.SIG_IGN, None)]
         self._before: dict[int, Any] = {}
@@ -59,9 +64,21 @@ class Signals:
         """Record signals from now on instead of raising ``SignalledError``."""
         self._is_noting = True
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Raise the first signal in this block at its end, unless the block raises. See [Note: signals while a rank starts]."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self.noted and not self._is_noting:
+            self._is_noting = True
+            raise SignalledError(self.noted.pop(0))
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.is_signalled = True
-        if self._is_noting:
+        if self._is_noting or self._is_held:
             self.noted.append(number)
             return
         self._is_noting = True

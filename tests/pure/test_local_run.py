@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from guozhuang.launch.job import Job, Outcome, Over, Send
 from guozhuang.launch.local_run import LocalRun
 from guozhuang.launch.rendezvous.agents import OtherNodeError
 from guozhuang.launch.request import Request
-from guozhuang.launch.signals import RUN_FAILED, SignalledError
+from guozhuang.launch.signals import RUN_FAILED, SignalledError, Signals
 from guozhuang.watch.processes import ENDED_BY_SIGTERM
 
 
@@ -110,3 +111,29 @@ def test_a_rank_that_fails_instead_of_saving_is_said_once() -> None:
         and said.endswith("; the others get SIGTERM")
     )
     assert here._job.turn(1.0)[-1] == Over(Outcome.STOPPED)
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_signal_while_a_rank_starts_comes_to_that_rank(monkeypatch: pytest.MonkeyPatch, num_signals: int) -> None:
+    here = agent(Request())
+    here._job.begin(())
+    here._signals = Signals([signal.SIGUSR1])
+    here._plan = SimpleNamespace(num_local_ranks=1)
+    here._command, here._with_local_rank = ["true"], lambda command, local_rank: command
+    here._logs, here._error_files, here._pids = None, {}, {}
+    here._files = SimpleNamespace(open=lambda local_rank, environ: ("", ""))
+    monkeypatch.setattr(local_run.versions, "field", lambda config, name: None)
+    monkeypatch.setattr(local_run.versions, "bound_to_numa", lambda command, local_rank, options: command)
+
+    def start(*_: object) -> int:
+        for _ in range(num_signals):
+            os.kill(os.getpid(), signal.SIGUSR1)  # the rank runs by now
+        return 7
+
+    here._crew = SimpleNamespace(start=start)
+    here._attempts = lambda rendezvous: LocalRun._start_rank(here, 0, {"RANK": "5"})
+    monkeypatch.setattr(local_run, "open_fixed", lambda *_: here._rendezvous)
+    with pytest.raises(SignalledError):
+        LocalRun.run(here)
+    assert here.sent == [Send((5,), signal.SIGUSR1)]
+    assert here._signals.noted == [signal.SIGUSR1] * (num_signals - 1)
