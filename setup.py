@@ -75,6 +75,7 @@ EXTRAS = {
         "pytest",
         "pytest-timeout",
         "pytest-xdist",
+        "redis",  # for the caches of Bagua scripts
         "ruff",
     ],
 }

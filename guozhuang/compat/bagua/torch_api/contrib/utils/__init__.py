@@ -1,0 +1,1 @@
+"""Key-value stores in which ``CacheLoader`` keeps samples."""
