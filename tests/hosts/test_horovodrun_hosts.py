@@ -90,3 +90,54 @@ def test_a_function_runs_on_two_hosts_and_its_results_come_back(two: tuple[Hosts
     size = 9 << 20
     assert f"[(10, 0, 'h0'), (11, 1, 'h1')] [{size}, {size}]" in out
     assert not none_left(str(folder), 1)
+
+
+BAGUA = """
+import os, sys
+import torch
+import bagua.torch_api as bagua
+from bagua.torch_api.algorithms import Algorithm
+bagua.init_process_group()
+group = bagua.communication._get_default_group()
+places = [os.environ["NODE_RANK"], os.environ["DATA_FOLDER"], os.environ["BAGUA_DEFAULT_BUCKET_SIZE"]]
+sizes = [group.get_intra_node_communicator().nranks()]
+if bagua.get_local_rank() == 0:
+    sizes.append(group.get_inter_node_communicator().nranks())
+torch.manual_seed(bagua.get_rank())
+for name in ("gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized"):
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    options = {"hierarchical": True, **({"peer_selection_mode": "shift_one"} if name == "decentralized" else {})}
+    model.with_bagua([optimizer], Algorithm.init(name, **options))
+    for _ in range(30):
+        x = torch.randn(16, 8)
+        optimizer.zero_grad()
+        loss = (model(x).squeeze(1) - x.sum(1)).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert loss < 1.5, (name, loss)
+print("told", bagua.get_rank(), bagua.get_world_size(), *places, *sizes)
+if "fail" in sys.argv and bagua.get_rank() == 3:
+    sys.exit(4)
+"""
+
+
+def test_baguarun_starts_two_hosts(two: tuple[Hosts, dict[str, str], Path]) -> None:
+    """On two nodes the hierarchical algorithms train, and the failing rank's code is the run's."""
+    hosts, environ, folder = two
+    (folder / "train.py").write_text(BAGUA)
+    run = [sys.executable, "-m", "guozhuang.compat.bagua.script.baguarun", "--nproc_per_node", "2"]
+    more = ["-x", "DATA_FOLDER", "--default_bucket_size", "4096"]
+    process = hosts.start(0, [*run, "--host_list", "h0,h1", *more, "train.py"], environ, cwd=folder)
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, out
+    assert sorted(re.findall(r"told (.+)", out)) == [
+        "0 4 0 /data 4096 2 2", "1 4 0 /data 4096 2", "2 4 1 /data 4096 2 2", "3 4 1 /data 4096 2"
+    ]  # fmt: skip
+    process = hosts.start(0, [*run, "--host_list", "h0,h1", *more, "train.py", "fail"], environ, cwd=folder)
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode == 4 and "rank 3" in out, out
+    process = hosts.start(0, [*run, "--host_list", "h0,nowhere", "train.py"], environ, cwd=folder)
+    out, _ = process.communicate(timeout=90)
+    assert process.returncode not in (0, None) and "nowhere" in out, out
+    assert not none_left(str(folder), 1)

@@ -36,6 +36,7 @@ def test_ranks_of_one_node(tmp_path: Path, module: str) -> None:
         assert "rank 1" in (tmp_path / "logs" / "rank.1" / "stdout").read_text()
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all(tmp_path: Path) -> None:
     script = write(tmp_path, SCRIPT)
     words = ["-m", "guozhuang.compat.bagua.distributed.launch", "--nproc_per_node", "2"]

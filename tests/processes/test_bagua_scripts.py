@@ -177,6 +177,7 @@ print(bagua.torch_api.get_world_size(), hasattr(__import__("torch").nn.Linear(1,
 """
 
 
+@pytest.mark.slow  # the finder and the text of these folders are those of Horovod and BytePS
 @pytest.mark.parametrize("folder", [extension.ON_PATH, ROOT / "packaging/bagua/guozhuang_bagua"], ids=["run", "extra"])
 def test_both_names_are_one_module(tmp_path: Path, folder: Path) -> None:
     path = f"{folder}:{extension.ON_PATH}:{ROOT}"

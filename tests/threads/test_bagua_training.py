@@ -500,13 +500,30 @@ def test_qadam_alone_is_adam_in_its_warmup() -> None:
     assert losses[0] == losses[1] and math.isfinite(losses[0][-1])
 
 
-def test_modules_have_a_name() -> None:
-    module: Any = nn.Linear(1, 1)
-    assert module.bagua_module_name == f"Linear_{id(module)}"
-    module.bagua_module_name = "head"
-    assert module.bagua_module_name == "head"
-    with pytest.raises(AttributeError, match="bagua_algorithm"):
-        _ = module.bagua_algorithm
+def _named(rank: int, size: int) -> None:
+    """Nothing of Bagua is in the way of what reads whole classes of modules, and a script may name its modules."""
+    bagua.init_process_group()
+    for given in (None, "head"):
+        module: Any = nn.Linear(2, 1)
+        with pytest.raises(AttributeError, match="'Linear' object has no attribute 'bagua_algorithm'"):
+            _ = module.bagua_algorithm
+        if given is not None:
+            module.bagua_module_name = given
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
+        assert module.bagua_module_name == (given or f"Linear_{id(module)}")
+        assert module.bagua_optimizers == [optimizer] and len(module.bagua_buckets) == 1
+        assert [t.shape for t in module.bagua_buckets[0].tensors] == [p.shape for p in module.parameters()]
+        copied = copy.deepcopy(module)
+        assert (copied.bagua_ddp, copied.bagua_algorithm, copied.bagua_optimizers) == (None, None, None)
+    if rank == 0:
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+        assert scripted(torch.ones(1, 2)).shape == (1, 3)
+        torch.compile(nn.Linear(2, 3), backend="eager")(torch.ones(1, 2))
+
+
+def test_names_copies_and_compilers() -> None:
+    run_threads(_named, 2)
 
 
 def _two_nodes(rank: int, size: int, name: str, options: dict[str, Any]) -> None:

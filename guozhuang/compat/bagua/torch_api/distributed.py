@@ -9,15 +9,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .algorithms import Algorithm
+from .bucket import BaguaBucket
 from .data_parallel.bagua_distributed import BaguaDistributedDataParallel
-
-_NAME = "_bagua_module_name"
 
 
 class BaguaModule:
-    """The methods and properties that modules get by importing ``bagua.torch_api``.
+    """The method that modules get by importing ``bagua.torch_api``.
 
-    After :meth:`with_bagua` a module also has the attribute ``bagua_ddp``, the object that trains it.
+    After :meth:`with_bagua` a module also has the attributes ``bagua_ddp``, the object that trains it, ``bagua_algorithm``,
+    ``bagua_optimizers``, ``bagua_buckets``, and ``bagua_module_name`` (its class and a number, unless it was set before).
+    They are no properties of all modules, because ``torch.compile`` and ``torch.jit.script`` read all of a class. In a copy
+    of the module those that train it are None.
     """
 
     def with_bagua(
@@ -49,30 +51,6 @@ class BaguaModule:
         train_by(module, optimizers, algorithm, process_group, do_flatten, find_unused_parameters=False)
         return module
 
-    @property
-    def bagua_module_name(self) -> str:
-        """The name of the module: its class and a number, unless it was set."""
-        return str(vars(self).get(_NAME) or f"{type(self).__name__}_{id(self)}")
-
-    @bagua_module_name.setter
-    def bagua_module_name(self, name: str) -> None:
-        vars(self)[_NAME] = name
-
-    @property
-    def bagua_algorithm(self) -> Any:
-        """The algorithm at work. This and the following properties raise AttributeError before ``with_bagua``."""
-        return self.bagua_ddp.bagua_algorithm  # type: ignore[attr-defined]
-
-    @property
-    def bagua_optimizers(self) -> Any:
-        """The optimizers that ``with_bagua`` got."""
-        return self.bagua_ddp.bagua_optimizers  # type: ignore[attr-defined]
-
-    @property
-    def bagua_buckets(self) -> Any:
-        """The buckets in which the algorithm exchanges."""
-        return self.bagua_ddp.bagua_buckets  # type: ignore[attr-defined]
-
 
 def train_by(
     module: nn.Module,
@@ -86,12 +64,36 @@ def train_by(
     made = BaguaDistributedDataParallel(
         module, optimizers, algorithm, process_group, do_flatten, find_unused_parameters
     )
-    vars(module)["bagua_ddp"] = made
+    held = vars(module)
+    held.update(bagua_ddp=made, bagua_algorithm=made.bagua_algorithm, bagua_buckets=_Buckets(made))
+    held["bagua_optimizers"] = _Optimizers(made.bagua_optimizers)
+    held.setdefault("bagua_module_name", f"{type(module).__name__}_{id(module)}")
     return made
 
 
+class _Optimizers(list[Optimizer]):
+    """The optimizers of a module, which a copy of it does not have."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(None), ()
+
+
+class _Buckets(Sequence[BaguaBucket]):
+    """The buckets of a module as they are now; the engine may change them."""
+
+    def __init__(self, trained_by: BaguaDistributedDataParallel) -> None:
+        self._trained_by = trained_by
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._trained_by.bagua_buckets[place]
+
+    def __len__(self) -> int:
+        return len(self._trained_by.bagua_buckets)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 def add_to_modules() -> None:
-    """Give ``torch.nn.Module`` the methods of :class:`BaguaModule`. Repeated calls are harmless."""
-    for name, value in vars(BaguaModule).items():
-        if not name.startswith("__"):
-            setattr(nn.Module, name, value)
+    """Give ``torch.nn.Module`` the method of :class:`BaguaModule`. Repeated calls are harmless."""
+    nn.Module.with_bagua = BaguaModule.with_bagua  # type: ignore[attr-defined]

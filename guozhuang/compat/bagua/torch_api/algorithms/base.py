@@ -36,6 +36,9 @@ class AlgorithmImpl:
         self.state: Any = None
         self._group: dist.ProcessGroup | None = None
 
+    def __reduce__(self) -> Any:  # a copy of the model trains alone
+        return type(None), ()
+
     def need_reset(self, forward: int) -> bool:
         """Return whether to begin anew before this forward, from rank 0's weights."""
         return False
