@@ -133,7 +133,7 @@ def pair_of(pairs: list[Pair], hosts: Hosts, folder: Path, options: str, *second
     return pairs[-1]
 
 
-@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("host", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_agent_that_is_killed(pairs: list[Pair], hosts: Hosts, tmp_path: Path, host: int) -> None:
     pair = pair_of(pairs, hosts, tmp_path, FIXED)
     pair.signal(host, signal.SIGKILL)

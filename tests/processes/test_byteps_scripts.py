@@ -187,7 +187,11 @@ print(bps.size(), bps.push_pull(bps.broadcast_object(__import__("torch").ones(2)
 
 
 @pytest.mark.parametrize(
-    "folder", [extension.ON_PATH, ROOT / "packaging/byteps/guozhuang_byteps"], ids=["run", "extra"]
+    "folder",
+    [
+        pytest.param(extension.ON_PATH, id="run", marks=pytest.mark.slow),
+        pytest.param(ROOT / "packaging/byteps/guozhuang_byteps", id="extra"),
+    ],
 )
 def test_both_names_are_one_module(tmp_path: Path, folder: Path) -> None:
     path = f"{folder}:{extension.ON_PATH}:{ROOT}"

@@ -56,7 +56,7 @@ def accuracy(printed: str) -> float:
 @pytest.mark.parametrize(
     ("begin", "more", "size"),
     [
-        pytest.param(RUN, ["--fp16-allreduce"], 2, id="run-fp16"),
+        pytest.param(RUN, ["--fp16-allreduce"], 2, id="run-fp16", marks=pytest.mark.slow),
         pytest.param(HOROVOD_3, ["--use-adasum"], 3, id="horovodrun-3-adasum", marks=pytest.mark.slow),
         pytest.param(["run", "-np", 4], [], 4, id="run-4", marks=pytest.mark.slow),
         pytest.param(ALONE, [], 1, id="alone", marks=pytest.mark.slow),

@@ -59,7 +59,7 @@ def _same(one: nn.Module, other: nn.Module) -> bool:
     return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
-@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "options"), SETTINGS)
 def test_fused_steps_have_the_bits_of_steps(kind: str, options: dict[str, Any], set_to_none: bool) -> None:
     (plain, alone), (net, fused) = _made(kind, options), _made(kind, options)

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         help="How many processes to start; elastic: at first.",
     )
     add("-cb", "--check-build", action="store_true", help="Show what there is, and end.")
-    add("--verbose", action=engine_options.Store, nargs=0, const=True, default=False, help="Say what is done.")
+    add("--verbose", action=engine_options.StoreOption, nargs=0, const=True, default=False, help="Say what is done.")
     add("--disable-cache", action="store_true", help="Nothing is cached anyway: hosts are looked at in every run.")
     add("--start-timeout", type=float, metavar="S", help=_START_HELP)
     add(

@@ -149,13 +149,13 @@ SETTINGS = (
 )  # fmt: skip
 
 
-class Store(argparse.Action):
+class StoreOption(argparse.Action):
     """Stores an option's value, and records that it was given after the last ``--config-file`` and so overrides the file."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        """Store the option's value; argparse calls this each time the option is given.
+        """StoreOption the option's value; argparse calls this each time the option is given.
 
         Raises:
             UsageError: the value is not allowed.
@@ -170,10 +170,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how the engine works")
     for each in SETTINGS:
         if each.off is not None:
-            group.add_argument(each.option, dest=each.name, action=Store, nargs=0, const=True, help=each.text)
-            group.add_argument(each.off, dest=each.name, action=Store, nargs=0, const=False, help="The opposite of it.")
+            group.add_argument(each.option, dest=each.name, action=StoreOption, nargs=0, const=True, help=each.text)
+            group.add_argument(
+                each.off, dest=each.name, action=StoreOption, nargs=0, const=False, help="The opposite of it."
+            )
         else:
-            group.add_argument(each.option, dest=each.name, action=Store, metavar="VALUE", help=each.text)
+            group.add_argument(each.option, dest=each.name, action=StoreOption, metavar="VALUE", help=each.text)
 
 
 def take_file(found: argparse.Namespace, content: object, path: str) -> None:
