@@ -17,6 +17,7 @@ from guozhuang.compat.byteps.torch.session import declared
 from guozhuang.compat.horovod.common.exceptions import HorovodInternalError
 from guozhuang.errors import UsageError
 from tests.processes.horovod_cases import GLOO, USUAL, as_tests
+from tests.ranks import run_ranks
 from tests.waiting import until
 
 
@@ -369,3 +370,21 @@ def case_cross_barrier(rank: int, size: int) -> None:
 
 
 test_cases = as_tests(globals(), {"1": {}, **USUAL, "2 over gloo": GLOO}, system=bps)
+
+
+def _by_another_name(rank: int, size: int) -> str:
+    bps.init()
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            bps.push_pull(torch.ones(1), name=f"of_{rank}")
+        return str(raised.value)
+    finally:
+        bps.shutdown()
+
+
+def test_names_that_differ_end_all_ranks_with_one_error() -> None:
+    """Each rank says whom it misses for which name, once it has waited as long as it may."""
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+    for rank, text in enumerate(run_ranks(_by_another_name, 2, init=False, env=limits)):
+        assert "every rank must ask for the same names" in text, text
+        assert f"missing: rank {1 - rank} for allreduce.byteps.of_{rank}" in text, text

@@ -121,7 +121,7 @@ def _spread(rank: int, size: int, num_local: int) -> None:
             )
 
 
-@pytest.mark.parametrize(("size", "num_local"), [(1, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("size", "num_local"), [(1, 2), (2, 2), (3, 1), (4, 2)])
 def test_spread_experts_compute_what_one_rank_would(size: int, num_local: int) -> None:
     run_threads(_spread, size, num_local)
 
