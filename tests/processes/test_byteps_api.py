@@ -382,6 +382,7 @@ def _by_another_name(rank: int, size: int) -> str:
         bps.shutdown()
 
 
+@pytest.mark.slow
 def test_names_that_differ_end_all_ranks_with_one_error() -> None:
     """Each rank says whom it misses for which name, once it has waited as long as it may."""
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
