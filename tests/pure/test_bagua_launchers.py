@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from guozhuang.compat.bagua.distributed import launch, run
+from guozhuang.compat.bagua.distributed import launch, options, run
 from guozhuang.compat.bagua.script import baguarun
 
 LAUNCH = [
@@ -65,6 +65,20 @@ def test_words(module: Any, given: str, wanted: str) -> None:
 def test_refused(module: Any, given: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert module.main(given.split()) == 2
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("t.py", []),
+        ("--autotune_warmup_time 5 t.py", ["not searched for"]),
+        ("--ssh_port 22 --enable_bagua_net t.py", ["NCCL", "options of baguarun"]),
+    ],
+)
+def test_what_has_no_effect_is_said(given: str, said: list[str]) -> None:
+    _, found = launch.words_for(given.split())
+    notes = options._notes(found)
+    assert len(notes) == len(said) and all(word in note for word, note in zip(said, notes, strict=True))
 
 
 def test_hosts_and_port_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,4 +310,6 @@ def test_helpers() -> None:
     assert flat.shape == (10,) and all(map(torch.equal, bagua.utils.unflatten(flat, some), some))
     bagua.utils.apply_flattened_call(some, lambda flat: flat.add_(1))
     assert (some[0] == 2).all() and (some[1] == 1).all()
+    with pytest.raises(NotImplementedError, match="bagua_core"):
+        bagua.get_backend("model")
     assert 0 < bagua.env.find_free_network_port() < 65536

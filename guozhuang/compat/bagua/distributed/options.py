@@ -24,6 +24,9 @@ _SEARCH: dict[str, tuple[Callable[[str], Any], Any]] = {
     "autotune_warmup_time": (float, 30.0),
 }
 _NO_SEARCH = "buckets are not searched for; BAGUA_DEFAULT_BUCKET_SIZE is taken, and no port is opened"
+_ONE_NODE = (
+    "--host_list and --ssh_port are options of baguarun; bagua.distributed.launch starts the ranks of this node only"
+)
 _NO_NET = "Bagua-Net is a plug-in of NCCL and is not used"
 
 
@@ -70,6 +73,18 @@ def launch(
 
 
 def _notes(found: argparse.Namespace) -> list[str]:
-    searches = found.autotune_level > 0 or found.bagua_service_port is not None or found.report_metrics
-    searches = searches or found.is_output_autotune_log or os.environ.get("BAGUA_AUTOTUNE", "0") not in ("", "0")
-    return [*([_NO_SEARCH] if searches else []), *([_NO_NET] if found.enable_bagua_net else [])]
+    searches = any(getattr(found, name) != default for name, (_, default) in _SEARCH.items())
+    searches = (
+        searches
+        or found.report_metrics
+        or found.is_output_autotune_log
+        or os.environ.get("BAGUA_AUTOTUNE", "0") not in ("", "0")
+    )
+    # Of the two options of baguarun, the launcher of one node has no use.
+    here_only = _launches_one_node(found) and (found.host_list or found.ssh_port)
+    notes = ((_NO_SEARCH, searches), (_NO_NET, found.enable_bagua_net), (_ONE_NODE, here_only))
+    return [note for note, holds in notes if holds]
+
+
+def _launches_one_node(found: argparse.Namespace) -> bool:
+    return hasattr(found, "set_additional_flag")

@@ -1,6 +1,7 @@
 """Bagua's interface for PyTorch: ranks, communicators, collectives, and ``model.with_bagua``, which any module has with it."""
 
 from . import algorithms, bucket, checkpoint, communication, contrib, data_parallel, env, moe, utils
+from .bucket import get_backend
 from .collectives import (
     allgather,
     allgather_inplace,
@@ -49,6 +50,7 @@ __all__ = [
     "env",
     "gather",
     "gather_inplace",
+    "get_backend",
     "get_local_rank",
     "get_local_size",
     "get_rank",

@@ -23,6 +23,15 @@ _NO_CORE = (
 )
 
 
+def get_backend(model_name: str) -> None:
+    """Raise the error that says that Bagua's Rust core is not there.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(_NO_CORE)
+
+
 class BaguaBucket:
     """Tensors of one dtype that are exchanged together. ``model.bagua_buckets`` lists those of an algorithm.
 
