@@ -124,6 +124,8 @@ class _Loader(importlib.abc.InspectLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._real
+        if hasattr(module, "imported_as_theirs"):  # of a module of theirs that acts when it is imported
+            module.imported_as_theirs()
 
     def is_package(self, fullname: str) -> bool:
         return self._ours.submodule_search_locations is not None

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from guozhuang.launch.rendezvous.members import Members as Members
+from guozhuang.launch.rendezvous.roles import LaunchedRole as LaunchedRole
+from guozhuang.launch.rendezvous.roles import launched_role as launched_role
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,15 @@ def read(environ: Mapping[str, str]) -> Identity | None:
     if role != "worker":
         what = f"DMLC_ROLE={role}: this process is no worker, and only workers run the training script"
         raise UsageError(explain(what, fix=f"start it as `DMLC_ROLE={role} bpslaunch`, or export DMLC_ROLE=worker"))
-    num_workers = _needed(environ, "DMLC_NUM_WORKER", present, at_least=1)
-    local_size = _needed(environ, "BYTEPS_LOCAL_SIZE", present, at_least=1)
-    local_rank = _needed(environ, "BYTEPS_LOCAL_RANK", present, below=("BYTEPS_LOCAL_SIZE", local_size))
+    unset = f"unset {', '.join(present)} to run as one process"
+    told = (f"but {present[0]}={environ[present[0]]!r} is", f"{_FIX}; or {unset}")
+    num_workers = needed(environ, "DMLC_NUM_WORKER", *told, at_least=1)
+    local_size = needed(environ, "BYTEPS_LOCAL_SIZE", *told, at_least=1)
+    local_rank = needed(environ, "BYTEPS_LOCAL_RANK", *told, below=("BYTEPS_LOCAL_SIZE", local_size))
     size = num_workers * local_size
     rank = number(environ, "BYTEPS_GLOBAL_RANK", below=("DMLC_NUM_WORKER * BYTEPS_LOCAL_SIZE", size), fix=_FIX)
     if rank is None:
-        worker = _needed(environ, "DMLC_WORKER_ID", present, below=("DMLC_NUM_WORKER", num_workers))
+        worker = needed(environ, "DMLC_WORKER_ID", *told, below=("DMLC_NUM_WORKER", num_workers))
         rank = worker * local_size + local_rank
     elif rank % local_size != local_rank:
         what = f"BYTEPS_GLOBAL_RANK={rank} is not process BYTEPS_LOCAL_RANK={local_rank} of any {local_size} in a row"
@@ -61,7 +63,7 @@ def read(environ: Mapping[str, str]) -> Identity | None:
     }  # fmt: skip
     found = {name: str(value) for name, value in places.items()} | {k: environ[k] for k in _KEPT if k in environ}
     if size > 1:
-        found["MASTER_ADDR"], found["MASTER_PORT"] = meeting(environ, size)
+        found["MASTER_ADDR"], found["MASTER_PORT"] = meeting(environ, f"{size} processes")
     identity = torchrun.read(found)
     assert identity is not None
     point = identity.meeting_point
@@ -72,31 +74,35 @@ def read(environ: Mapping[str, str]) -> Identity | None:
     )
 
 
-def meeting(environ: Mapping[str, str], size: int) -> tuple[str, str]:
-    """Return DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, at which ``size`` processes meet.
+def meeting(environ: Mapping[str, str], who: str) -> tuple[str, str]:
+    """Return DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT.
+
+    Args:
+        environ: the environment.
+        who: what errors call those that meet there.
 
     Raises:
         UsageError: one is not set, or the port is none.
     """
     for name in ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"):
         if not environ.get(name, "").strip():
-            what = f"environment variable {name} is not set, but {size} processes must meet"
+            what = f"environment variable {name} is not set, but {who} must meet"
             raise UsageError(explain(what, fix="export the same one for all of them"))
     limit = ("the number of TCP ports", 65536)
     port = number(environ, "DMLC_PS_ROOT_PORT", at_least=1, below=limit, fix="export the same port for all of them")
     return environ["DMLC_PS_ROOT_URI"].strip(), str(port)
 
 
-def _needed(
+def needed(
     environ: Mapping[str, str],
     name: str,
-    present: list[str],
+    why: str,
+    fix: str,
     at_least: int = 0,
     below: tuple[str, int] | None = None,
 ) -> int:
-    found = number(environ, name, at_least=at_least, below=below, fix=_FIX)
+    """Return the whole number that a variable holds; UsageError if it is not set, with ``why`` that matters, and the remedy."""
+    found = number(environ, name, at_least=at_least, below=below, fix=fix) if environ.get(name, "").strip() else None
     if found is None:
-        seen = f"{present[0]}={environ[present[0]]!r}"
-        unset = f"unset {', '.join(present)} to run as one process"
-        raise UsageError(explain(f"environment variable {name} is not set, but {seen} is", fix=f"{_FIX}; or {unset}"))
+        raise UsageError(explain(f"environment variable {name} is not set, {why}", fix=fix))
     return found

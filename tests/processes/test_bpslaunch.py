@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -13,6 +13,7 @@ import pytest
 
 from tests.launching import BPSLAUNCH, Launched, guozhuang, write
 from tests.ranks import free_port
+from tests.waiting import until
 
 pytestmark = pytest.mark.waits
 
@@ -42,9 +43,21 @@ def together(
     who: tuple[str, ...],
     command: list[object],
     own: Mapping[str, Mapping[str, str]] | None = None,
+    meanwhile: Callable[[Mapping[str, Launched]], None] = lambda started: None,
+    programs: Mapping[str, tuple[str, list[object]]] | None = None,
     **more: str,
 ) -> dict[str, CompletedProcess[str]]:
-    """Run a bpslaunch for each of these to its end; a number is a worker, ``own`` further variables of one of them."""
+    """Run a bpslaunch for each of these to its end; a number is a worker.
+
+    Args:
+        folder: where they get folders of their own.
+        who: the roles.
+        command: what workers run.
+        own: further variables of some of them.
+        meanwhile: is called when all were started.
+        programs: what some of them are instead of a bpslaunch, with its arguments.
+        **more: further variables of all.
+    """
     common = {
         "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
         "DMLC_PS_ROOT_PORT": str(free_port()), "PET_RDZV_CONF": "timeout=60",
@@ -55,9 +68,10 @@ def together(
             role = {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": name} if name.isdigit() else {"DMLC_ROLE": name}
             (folder / name).mkdir()
             environ = common | role | dict((own or {}).get(name, {}))
-            words = command if name.isdigit() else []
-            launched = Launched(*words, folder=folder / name, program=BPSLAUNCH, **environ)
+            program, words = (programs or {}).get(name, (BPSLAUNCH, command if name.isdigit() else []))
+            launched = Launched(*words, folder=folder / name, program=program, **environ)
             started[name] = stack.enter_context(launched)
+        meanwhile(started)
         done = {name: each.wait(100) for name, each in started.items()}
         assert not any(each.left() for each in started.values())
     return done
@@ -84,6 +98,42 @@ def test_two_workers_with_two_ranks_a_server_and_the_scheduler(tmp_path: Path, o
 
 
 @pytest.mark.slow
+def test_server_and_scheduler_end_after_the_last_worker(tmp_path: Path) -> None:
+    """Here both are processes that import byteps.server; worker 0 has ended before worker 1 may."""
+    script = write(tmp_path, "import os, sys, time\nwhile os.environ['RANK'] == '1' and not os.path.exists(sys.argv[1]):\n"
+                   "    time.sleep(0.05)\nprint('ended', flush=True)")  # fmt: skip
+    (imports := tmp_path / "imports.py").write_text(
+        "import guozhuang.compat.byteps.server\nfrom guozhuang.compat import redirect\nredirect.install('byteps')\n"
+        "import byteps.server\nprint('returned')\n"
+    )
+    own: tuple[str, list[object]] = ("tests.launching:run_script", [imports])
+
+    def meanwhile(started: Mapping[str, Launched]) -> None:
+        until(lambda: "ended" in started["0"].printed, 60)
+        assert all(each.is_running for each in started.values())
+        (tmp_path / "go").touch()
+
+    command: list[object] = [sys.executable, script, tmp_path / "go"]
+    programs = {"scheduler": own, "server": own}
+    done = together(tmp_path, ORDERS[1], command, meanwhile=meanwhile, programs=programs)
+    assert [each.returncode for each in done.values()] == [0] * 4, done
+    assert done["server"].stdout == done["scheduler"].stdout == "returned\n"
+
+
+def test_an_import_of_byteps_server_by_others_starts_nothing(tmp_path: Path) -> None:
+    text = "from guozhuang.compat import redirect; redirect.install('byteps'); import byteps.server; print('here')"
+    for role in ({}, {"DMLC_ROLE": "worker"}):
+        done = guozhuang(write(tmp_path, text), folder=tmp_path, program="tests.launching:run_script", **role)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "here\n", "")
+    script = write(tmp_path, text.replace("import byteps.server", "import guozhuang.compat.byteps.server"))
+    done = guozhuang(script, folder=tmp_path, program="tests.launching:run_script", DMLC_ROLE="server")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "here\n", "")
+    script = write(tmp_path, text)
+    done = guozhuang(script, folder=tmp_path, program="tests.launching:run_script", DMLC_ROLE="server")
+    assert done.returncode == 2 and "DMLC_NUM_WORKER is not set, which a server needs" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_all_with_its_code(tmp_path: Path) -> None:
     script = write(tmp_path, TELL)
     command: list[object] = [sys.executable, script, "fail"]
@@ -104,6 +154,10 @@ def test_arguments_arrive_whole_and_a_line_goes_to_a_shell(tmp_path: Path) -> No
     assert (done.returncode, done.stdout) == (0, f"{['a b', '$HOME', chr(39)]}\n")
     done = bpslaunch('echo "$BYTEPS_LOCAL_RANK of $BYTEPS_LOCAL_SIZE" && exit 5', folder=tmp_path, **ONE)
     assert (done.returncode, done.stdout) == (5, "0 of 1\n")
+    # In a rank it is the command, as dist_launcher may be given a line with a bpslaunch in it.
+    words = [sys.executable, "-m", "guozhuang.compat.byteps.bpslaunch", "sh", "-c", 'echo "$RANK $0"', "a b"]
+    done = bpslaunch(*words, folder=tmp_path, **ONE)
+    assert (done.returncode, done.stdout) == (0, "0 a b\n")
 
 
 @pytest.mark.parametrize(
@@ -113,6 +167,7 @@ def test_arguments_arrive_whole_and_a_line_goes_to_a_shell(tmp_path: Path) -> No
         ({"DMLC_NUM_WORKER": "2"}, ["true"], "DMLC_PS_ROOT_URI"),
         ({"DMLC_ROLE": ""}, ["true"], "DMLC_ROLE"),
         ({}, [], "a worker needs a command"),
+        ({}, ["no-such-program", "a"], "there is no such program"),
         ({"BYTEPS_ENABLE_GDB": "1"}, ["true"], "start the script under gdb yourself"),
     ],
 )

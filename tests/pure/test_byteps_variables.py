@@ -8,6 +8,7 @@ import pytest
 
 from guozhuang.compat.byteps import bpslaunch, variables
 from guozhuang.errors import UsageError
+from guozhuang.launch.request import launched_role
 from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.world.discovery import discover
 
@@ -88,12 +89,12 @@ def launch(**changes: str | None) -> dict[str, str]:
     ],
 )
 def test_a_worker_is_a_node_of_guozhuang_run(changes: dict[str, str], words: str) -> None:
-    assert bpslaunch.words_for(variables.role_of(launch(**changes)), ["x"]) == words.split()
+    assert bpslaunch.words_for(launched_role(launch(**changes)), ["x"]) == words.split()
 
 
 @pytest.mark.parametrize(("role", "has"), [("worker", (True, 0)), ("server", (False, 1)), ("scheduler", (False, 0))])
 def test_who_meets_at_the_scheduler(role: str, has: tuple[bool, int]) -> None:
-    members = bpslaunch.request_for(variables.role_of(launch(DMLC_ROLE=role))).members
+    members = bpslaunch.members_of(launched_role(launch(DMLC_ROLE=role)))
     assert members is not None and members.names == ["scheduler", "worker 0", "worker 1", "server 0"]
     assert (members.has_ranks, members.num_servers) == has
     assert members.takes_next == (role == "server") and members.first_free == 3
@@ -104,14 +105,14 @@ def test_who_meets_at_the_scheduler(role: str, has: tuple[bool, int]) -> None:
     [
         *(({name: None}, f"{name} is not set|DMLC_ROLE says") for name in launch()),
         ({"DMLC_ROLE": "boss"}, "DMLC_ROLE says what bpslaunch starts.*boss"),
-        ({"DMLC_WORKER_ID": "2"}, "DMLC_WORKER_ID counts the 2 workers"),
-        ({"DMLC_NUM_SERVER": "-1"}, "DMLC_NUM_SERVER must be a whole number of at least 0"),
+        ({"DMLC_WORKER_ID": "2"}, "DMLC_WORKER_ID must be below DMLC_NUM_WORKER=2"),
+        ({"DMLC_NUM_SERVER": "-1"}, "DMLC_NUM_SERVER must be at least 0"),
         ({"BYTEPS_GLOBAL_RANK": "7"}, "BYTEPS_GLOBAL_RANK says another rank"),
     ],
 )
 def test_what_a_launcher_misses(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        variables.role_of(launch(**changes))
+        launched_role(launch(**changes))
 
 
 def test_what_means_nothing_is_named_in_one_line_and_rdma_in_another() -> None:

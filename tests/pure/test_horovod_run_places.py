@@ -67,11 +67,13 @@ def test_what_other_hosts_are_told_of_the_environment() -> None:
         "HOME": "/root", "PATH": "/bin", "SSH_AUTH_SOCK": "/s", "RANK": "1", "SLURM_JOB_ID": "1", "GUOZHUANG_SECRET": "0",
         "BASH_FUNC_x%%": "() { :; }", "HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": "0", "NVIDIA_VISIBLE_DEVICES": "0",
         "KRB5CCNAME": "FILE:/tmp/krb5cc_0", "GUOZHUANG_HOROVOD_ELASTIC": "0@127.0.0.1:1", "HOROVOD_ELASTIC_TIMEOUT": "9",
+        "BYTEPS_LOCAL_RANK": "0", "BYTEPS_ENABLE_ASYNC": "1",
     }  # fmt: skip
     assert ssh.carried(environ, extension.EXTENSION) == {
         "HOROVOD_CYCLE_TIME": "1",
         "PATH": "/bin",
         "HOROVOD_ELASTIC_TIMEOUT": "9",
+        "BYTEPS_ENABLE_ASYNC": "1",
     }
     assert ssh.of_the_job(environ, extension.EXTENSION) == {"DATA": "/d"}
 

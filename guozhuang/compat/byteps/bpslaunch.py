@@ -15,11 +15,12 @@ from collections.abc import Sequence
 
 from guozhuang import compat
 from guozhuang.compat.byteps import variables
-from guozhuang.compat.byteps.variables import LaunchedRole
-from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.compat.fronts import ended
+from guozhuang.compat.horovod.common.extension import BPSLAUNCH
+from guozhuang.errors import UsageError, explain
 from guozhuang.launch import agent
 from guozhuang.launch.console.say import say
-from guozhuang.launch.request import Members, Request
+from guozhuang.launch.request import LaunchedRole, Members, Request, launched_role
 
 _WHO = "bpslaunch"
 _EVERYWHERE = "export the same DMLC_NUM_WORKER and DMLC_NUM_SERVER on all machines"
@@ -35,23 +36,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 if every rank of the run ended with 0; the code of the rank that failed first, 128 + its number for a signal; 1 if the
         machines did not meet, or one was lost; 2 for variables or a command that cannot work.
     """
-    command = list(sys.argv[1:] if argv is None else argv)
-    try:
-        role = variables.role_of(os.environ)
-        if role.role == "worker":
-            command = _command_of_a_rank(command)
-            notes = variables.without_meaning(os.environ)
-            for note in notes if role.worker == 0 else ():
-                say(note, _WHO)
-        elif not role.meets:
-            return 0
-        return agent.main(words_for(role, command), request_for(role))
-    except (UsageError, WorldError) as error:
-        say(str(error), _WHO)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        say("interrupted", _WHO)
-        return 130
+    return ended(lambda: _launch(list(sys.argv[1:] if argv is None else argv)), _WHO)
+
+
+def _launch(command: list[str]) -> int:
+    if BPSLAUNCH in os.environ:  # in a rank, whose launcher was given a script or a line with a bpslaunch in it
+        command = _command_of_a_rank(command)
+        os.execvp(command[0], command)
+    role = launched_role(os.environ)
+    if role.role == "worker":
+        command = _command_of_a_rank(command)
+        notes = variables.without_meaning(os.environ)
+        for note in notes if role.worker == 0 else ():
+            say(note, _WHO)
+    elif not role.meets:
+        return 0
+    return agent.main(words_for(role, command), request(members_of(role)))
 
 
 def words_for(role: LaunchedRole, command: Sequence[str]) -> list[str]:
@@ -66,37 +66,37 @@ def words_for(role: LaunchedRole, command: Sequence[str]) -> list[str]:
         return ["--standalone", "--nproc-per-node", str(role.num_ranks), *program]
     number = {"worker": 1 + role.worker}.get(role.role, 0)
     words = ["--nnodes", str(len(_names(role))), "--node-rank", str(number)]
-    words += ["--master-addr", role.host, "--master-port", str(role.port)]
+    words += ["--master-addr", role.host, "--master-port", role.port]
     words += ["--interface", role.interface] if role.interface is not None else []
     return [*words, "--nproc-per-node", str(role.num_ranks if role.role == "worker" else 1), *program]
 
 
-def request_for(role: LaunchedRole) -> Request:
-    """Return who meets whom, and what each rank is told besides the variables of ``guozhuang run``."""
-    extension = dataclasses.replace(
-        compat.extension(),
-        of_a_process=(*compat.extension().of_a_process, *variables.OF_A_PROCESS),
-        rank_variables={"BYTEPS_LOCAL_RANK": "{local_rank}", "BYTEPS_LOCAL_SIZE": "{local_size}"},
+def request(members: Members | None = None) -> Request:
+    """Return what ranks are told besides the variables of ``guozhuang run``, and who meets whom."""
+    places = {"BYTEPS_LOCAL_RANK": "{local_rank}", "BYTEPS_LOCAL_SIZE": "{local_size}"}
+    extension = dataclasses.replace(compat.extension(), rank_variables=places)
+    return Request(extension, variables={"PYTHONUNBUFFERED": "1", BPSLAUNCH: "1"}, members=members)
+
+
+def members_of(role: LaunchedRole) -> Members | None:
+    """Return all that meet at the scheduler, this one among them; None if a worker is alone."""
+    if not role.meets:
+        return None
+    return Members(
+        _names(role),
+        takes_next=role.role == "server",
+        first_free=1 + role.num_workers,
+        keeper="the scheduler",
+        has_ranks=role.role == "worker",
+        num_servers=int(role.role == "server"),
+        title="bpslaunches",
+        join_fix="check that `DMLC_ROLE=scheduler bpslaunch` was started, that DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT are its "
+        "address everywhere, and that all or none have GUOZHUANG_SECRET",
+        number_fix="give each worker a DMLC_WORKER_ID of its own; end processes of an earlier run",
+        missing_fix=f"look at their output, and {_EVERYWHERE}; PET_RDZV_CONF=timeout=SECONDS changes the limit",
+        count_fix=f"{_EVERYWHERE}; servers of BytePS itself cannot be mixed with these; start all by this bpslaunch",
+        port_option="DMLC_PS_ROOT_PORT",
     )
-    told = {"PYTHONUNBUFFERED": "1", variables.SAID: "1"}
-    members = None
-    if role.meets:
-        members = Members(
-            _names(role),
-            takes_next=role.role == "server",
-            first_free=1 + role.num_workers,
-            keeper="the scheduler",
-            has_ranks=role.role == "worker",
-            num_servers=int(role.role == "server"),
-            title="bpslaunches",
-            join_fix="check that `DMLC_ROLE=scheduler bpslaunch` was started, that DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT are "
-            "its address everywhere, and that all or none have GUOZHUANG_SECRET",
-            number_fix="give each worker a DMLC_WORKER_ID of its own; end processes of an earlier run",
-            missing_fix=f"look at their output, and {_EVERYWHERE}; PET_RDZV_CONF=timeout=SECONDS changes the limit",
-            count_fix=f"{_EVERYWHERE}; servers of BytePS itself cannot be mixed with these; start all by this bpslaunch",
-            port_option="DMLC_PS_ROOT_PORT",
-        )
-    return Request(extension, variables=told, members=members)
 
 
 def _names(role: LaunchedRole) -> list[str]:
@@ -108,13 +108,16 @@ def _command_of_a_rank(command: list[str]) -> list[str]:
     """Return the command as it is; a single word that is no program, as of ``bpslaunch "a && b"``, is a line for a shell.
 
     Raises:
-        UsageError: there is no command.
+        UsageError: there is no command, or no such program.
     """
     if not command:
         what = "a worker needs a command: bpslaunch CMD..., as in bpslaunch python train.py"
         raise UsageError(explain(what, fix="give it; roles and addresses are in DMLC_ROLE and other variables"))
-    is_line = len(command) == 1 and len(command[0].split()) > 1 and shutil.which(command[0]) is None
-    return ["sh", "-c", command[0]] if is_line else command
+    if shutil.which(command[0]) is not None:
+        return command
+    if len(command) > 1 or len(command[0].split()) < 2:
+        raise UsageError(explain("there is no such program", value=command[0], fix="check its name, and PATH"))
+    return ["sh", "-c", command[0]]
 
 
 if __name__ == "__main__":

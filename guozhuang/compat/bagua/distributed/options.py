@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from guozhuang import compat
+from guozhuang.compat.fronts import ended
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch import agent
 from guozhuang.launch.console.say import say
@@ -50,26 +51,22 @@ def launch(
         argv: the command line; None: that of this process.
 
     Returns:
-        0 if every rank ended with 0; the code of the rank that failed first, 128 + its number for a signal; 2 for options that
-        cannot work.
+        0 if every rank ended with 0; the code of the rank that failed first, 128 + its number for a signal; 1 if nodes
+        did not meet; 2 for options that cannot work.
     """
-    try:
-        words, found = words_for(sys.argv[1:] if argv is None else argv)
-        variables = {"PYTHONUNBUFFERED": "1"}
-        if found.default_bucket_size is not None:
-            if found.default_bucket_size < 1:
-                raise UsageError(explain("--default_bucket_size is a number of bytes", value=found.default_bucket_size))
-            variables["BAGUA_DEFAULT_BUCKET_SIZE"] = str(found.default_bucket_size)
-        for note in _notes(found):
-            say(note)
-        extension = dataclasses.replace(compat.extension(), rank_variables={"NODE_RANK": "{cross_rank}"})
-        return agent.main(words, Request(extension, variables=variables))
-    except UsageError as error:
-        say(str(error))
-        return 2
-    except KeyboardInterrupt:
-        say("interrupted")
-        return 130
+    return ended(lambda: _launch(*words_for(sys.argv[1:] if argv is None else argv)))
+
+
+def _launch(words: list[str], found: argparse.Namespace) -> int:
+    variables = {"PYTHONUNBUFFERED": "1"}
+    if found.default_bucket_size is not None:
+        if found.default_bucket_size < 1:
+            raise UsageError(explain("--default_bucket_size is a number of bytes", value=found.default_bucket_size))
+        variables["BAGUA_DEFAULT_BUCKET_SIZE"] = str(found.default_bucket_size)
+    for note in _notes(found):
+        say(note)
+    extension = dataclasses.replace(compat.extension(), rank_variables={"NODE_RANK": "{cross_rank}"})
+    return agent.main(words, Request(extension, variables=variables))
 
 
 def _notes(found: argparse.Namespace) -> list[str]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from guozhuang.compat.bagua.distributed.options import add_options, launch
+from guozhuang.compat.fronts import without_ports
 from guozhuang.errors import UsageError, explain
 
 __all__ = ["main"]
@@ -21,21 +22,13 @@ def words_for(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace]:
     """
     found = _parser().parse_args(argv)
     text = found.host_list or os.environ.get("BAGUA_NODE_DOMAIN_NAMES", "")
-    names: list[str] = []
-    ports: set[str] = set()
-    for each in filter(None, map(str.strip, text.split(","))):
-        name, _, port = each.partition(":")
-        names.append(name)
-        ports.add(port or found.ssh_port or os.environ.get("BAGUA_SSH_PORT", ""))
-    if not names:
+    hosts = [each.strip() for each in text.split(",") if each.strip()]
+    if not hosts:
         fix = "give --host_list host1,host2, or set BAGUA_NODE_DOMAIN_NAMES"
         raise UsageError(explain("baguarun needs the hosts on which it starts ranks", fix=fix))
-    if len(ports) > 1:
-        fix = "give one port for all, or none and the ports in ~/.ssh/config"
-        raise UsageError(explain("the hosts have different ports of ssh", value=text, fix=fix))
-    (port,) = ports
+    names, port = without_ports(hosts, found.ssh_port or os.environ.get("BAGUA_SSH_PORT", ""))
     words = ["-H", ",".join(f"{name}:{found.nproc_per_node}" for name in names)]
-    words += ["--ssh-port", port] if port else []
+    words += port
     words += ["--master-port", str(found.master_port)] if found.master_port is not None else []
     for variable in found.variables:
         words += ["-x", variable]

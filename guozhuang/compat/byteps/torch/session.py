@@ -7,6 +7,7 @@ from typing import Any
 
 from guozhuang.compat.byteps import variables
 from guozhuang.compat.horovod.common.basics import HorovodBasics
+from guozhuang.compat.horovod.common.extension import BPSLAUNCH
 from guozhuang.compat.horovod.common.state import HorovodState, state
 from guozhuang.compat.prepared import say_once
 from guozhuang.errors import UsageError, explain
@@ -75,7 +76,7 @@ def init(lazy: bool = True) -> None:
     """
     notes = variables.without_meaning(os.environ)
     _basics.init()
-    if here().rank == 0 and variables.SAID not in os.environ:
+    if here().rank == 0 and BPSLAUNCH not in os.environ:
         for note in notes:
             say_once(note)
 

@@ -14,10 +14,13 @@ OF_A_PROCESS = tuple(
     "HOROVOD_" + name
     for name in ("HOSTNAME", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "ELASTIC")
 )
+# The same for BytePS's scripts. ``bpslaunch`` sets the last one in its ranks: it has said already what means nothing.
+BPSLAUNCH = "GUOZHUANG_BPSLAUNCH"
+_OF_BYTEPS = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE", "BYTEPS_GLOBAL_RANK", BPSLAUNCH)
 EXTENSION = Extension(
     python_path=(ON_PATH_FOLDER,),
-    of_a_process=(ELASTIC, *OF_A_PROCESS),
-    carried=("HOROVOD_", "BAGUA_"),
+    of_a_process=(ELASTIC, *OF_A_PROCESS, *_OF_BYTEPS),
+    carried=("HOROVOD_", "BAGUA_", "BYTEPS_"),
     other_names={"GLOO_SOCKET_IFNAME": "HOROVOD_GLOO_IFACE"},
 )
 OF_HOROVODRUN = dataclasses.replace(

@@ -12,9 +12,9 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from guozhuang.compat.fronts import ended
 from guozhuang.compat.horovod.runner import arguments, static_run
 from guozhuang.compat.horovod.version import __version__
-from guozhuang.errors import UsageError, WorldError
 from guozhuang.launch.console.say import say
 
 _WHO = "horovodrun"
@@ -31,25 +31,22 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         could not start its processes; 2 for a command line that this host finds cannot work; 128 + its number if a signal
         ended this process.
     """
-    try:
-        found = parse_args(argv)
-        if found.check_build:
-            print(_features(), flush=True)
-            return 0
-        for note in notes(found):
-            say(note, _WHO)
-        with talking(_WHO, found.verbose):
-            failures: list[str] = []
-            code = run_job(found, failures.append)
-        for failure in failures:
-            say(failure, _WHO)
-        return 1 if failures else code
-    except (UsageError, WorldError) as error:
-        say(str(error), _WHO)
-        return 2 if isinstance(error, UsageError) else 1
-    except KeyboardInterrupt:
-        say("interrupted", _WHO)
-        return 130
+    return ended(lambda: _run(argv), _WHO)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    found = parse_args(argv)
+    if found.check_build:
+        print(_features(), flush=True)
+        return 0
+    for note in notes(found):
+        say(note, _WHO)
+    with talking(_WHO, found.verbose):
+        failures: list[str] = []
+        code = run_job(found, failures.append)
+    for failure in failures:
+        say(failure, _WHO)
+    return 1 if failures else code
 
 
 def run_job(found: argparse.Namespace, failed: Callable[[str], None], more: Mapping[str, str] | None = None) -> int:
