@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.launch.console.say import WHO, say
+from guozhuang.launch.hosts.placement import Host
 
 _INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
 
@@ -27,20 +28,25 @@ def ended(run: Callable[[], int], who: str = WHO) -> int:
         return _INTERRUPTED
 
 
-def without_ports(hosts: Iterable[str], port: str = "") -> tuple[list[str], list[str]]:
-    """Return hosts that are written "host" or "host:port of ssh" without the port, and the words that give the port.
+def without_ports(hosts: Sequence[Host], port: str = "", user: str = "") -> tuple[list[str], list[str]]:
+    """Return the names of hosts that are written "host" or "host:port of ssh", for ``-H``, and the words that give the port.
 
     Args:
-        hosts: at least one.
+        hosts: as they are read for ``-H``, where the number of slots stands in the place of the port; at least one.
         port: that of hosts without one; "": what ssh's settings say.
+        user: for hosts without one; "": what ssh's settings say.
 
     Raises:
         UsageError: the hosts have different ports, and ``guozhuang run`` takes one.
     """
-    pairs = [each.partition(":") for each in hosts]
-    ports = {own or port for _, _, own in pairs}
+    ports = {port if each.slots is None else str(each.slots) for each in hosts}
     if len(ports) > 1:
+        given = ", ".join(each.name if each.slots is None else f"{each.name}:{each.slots}" for each in hosts)
         fix = "give one port for all, or none and the ports in ~/.ssh/config"
-        raise UsageError(explain("the hosts have different ports of ssh", value=", ".join(hosts), fix=fix))
-    words = ["--ssh-port", *ports] if ports != {""} else []
-    return [name for name, _, _ in pairs], words
+        raise UsageError(explain("the hosts have different ports of ssh", value=given, fix=fix))
+    names = []
+    for each in hosts:
+        own, at, name = each.name.rpartition("@")
+        name = f"[{name}]" if ":" in name else name
+        names.append(f"{own or user}@{name}" if at or user else name)
+    return names, ["--ssh-port", *ports] if ports != {""} else []

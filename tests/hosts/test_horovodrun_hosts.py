@@ -1,4 +1,4 @@
-"""``horovodrun -H`` and ``horovod.run`` over two hosts with a network between them."""
+"""``horovodrun -H``, ``horovod.run``, and launchers of other systems over hosts with a network between them."""
 
 from __future__ import annotations
 
@@ -141,3 +141,48 @@ def test_baguarun_starts_two_hosts(two: tuple[Hosts, dict[str, str], Path]) -> N
     out, _ = process.communicate(timeout=90)
     assert process.returncode not in (0, None) and "nowhere" in out, out
     assert not none_left(str(folder), 1)
+
+
+BYTEPS = """
+import os
+import torch
+import byteps.torch as bps
+bps.init()
+torch.manual_seed(bps.rank())
+p = torch.nn.Parameter(torch.full((4,), 1.0 + bps.rank()))
+optimizer = bps.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), named_parameters=[("p", p)])
+for gradient in (1.0, 0.0):
+    p.grad = torch.full((4,), gradient)
+    optimizer.step()
+    met = bps.push_pull(torch.ones(1), average=False, name="met").item()
+names = ("BYTEPS_LOCAL_RANK", "BYTEPS_LOCAL_SIZE", "DATA_FOLDER")
+print("told", bps.rank(), met, f"{p[0].item():.2f}", *(os.environ[name] for name in names))
+"""
+
+
+def test_dist_launcher_starts_workers_and_a_server(tmp_path: Path) -> None:
+    """Ranks on two hosts add their steps to weights on a third; a line with a bpslaunch in it is its command."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "train.py").write_text(BYTEPS)
+    (folder / "workers").write_text("h0\nh1\n")
+    (folder / "servers").write_text("h2\n")
+    with Hosts(3) as hosts, Sshd(tmp_path, hosts, 3) as sshd:
+        path = os.pathsep.join([environment()["PYTHONPATH"], extension.ON_PATH])
+        environ = with_ssh(folder, sshd, PYTHONPATH=path, BYTEPS_ENABLE_ASYNC="1")
+        run = [sys.executable, "-m", "guozhuang.compat.byteps.dist_launcher", "-WH", "workers", "-SH", "servers"]
+        run += ["--scheduler-ip", "h0", "--scheduler-port", "1234", "--env", "DATA_FOLDER:/data"]
+        run += ["--env", "NVIDIA_VISIBLE_DEVICES:0,1"]
+        line = f"{sys.executable} -m guozhuang.compat.byteps.bpslaunch {sys.executable} train.py"
+        process = hosts.start(0, [*run, f"true && {line}"], environ, cwd=folder)
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, out
+        assert sorted(re.findall(r"told (.+)", out)) == [
+            f"{rank} 4.0 0.60 {rank % 2} 2 /data" for rank in range(4)
+        ]  # fmt: skip
+        process = hosts.start(
+            0, [*run, "bpslaunch", "sh", "-c", '[ "$RANK" != 3 ] || exit 4; sleep 60'], environ, cwd=folder
+        )
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 4 and "rank 3" in out, out
+        assert not none_left(str(folder), 5)

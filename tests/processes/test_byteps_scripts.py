@@ -167,6 +167,28 @@ def test_asynchronous_training_learns(tmp_path: Path) -> None:
     assert done.stderr.count("asynchronous training") == 1
 
 
+STEPS = """
+import torch
+import byteps.torch as bps
+bps.init()
+p = torch.nn.Parameter(torch.ones(4))
+optimizer = bps.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), named_parameters=[("p", p)])
+for _ in range(2):
+    p.grad = torch.ones(4)
+    optimizer.step()
+bps.push_pull(torch.ones(1), name="met")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "bps.shutdown()"])
+def test_ranks_that_leave_servers_as_they_end(tmp_path: Path, end: str) -> None:
+    """A thread that was inside gloo when the interpreter ended aborted most of such runs."""
+    script = write(tmp_path, STEPS + end)
+    done = guozhuang("run", "-np", 4, "--servers", 1, script, folder=tmp_path, BYTEPS_ENABLE_ASYNC="1")
+    assert done.returncode == 0, done.stderr
+
+
 SAME = """
 import importlib, sys
 import byteps, byteps.torch as bps, byteps.torch.cross_barrier, byteps.torch.parallel

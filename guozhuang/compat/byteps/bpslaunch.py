@@ -73,9 +73,9 @@ def words_for(role: LaunchedRole, command: Sequence[str]) -> list[str]:
 
 def request(members: Members | None = None) -> Request:
     """Return what ranks are told besides the variables of ``guozhuang run``, and who meets whom."""
-    places = {"BYTEPS_LOCAL_RANK": "{local_rank}", "BYTEPS_LOCAL_SIZE": "{local_size}"}
-    extension = dataclasses.replace(compat.extension(), rank_variables=places)
-    return Request(extension, variables={"PYTHONUNBUFFERED": "1", BPSLAUNCH: "1"}, members=members)
+    told = {"BYTEPS_LOCAL_RANK": "{local_rank}", "BYTEPS_LOCAL_SIZE": "{local_size}", BPSLAUNCH: "1"}
+    extension = dataclasses.replace(compat.extension(), rank_variables=told)
+    return Request(extension, variables={"PYTHONUNBUFFERED": "1"}, members=members)
 
 
 def members_of(role: LaunchedRole) -> Members | None:

@@ -295,10 +295,14 @@ class _Ending:
 
     def __init__(self, group: ServerGroup, connections: Sequence[Connection], service: Service | None) -> None:
         self._group, self._connections, self._service = group, connections, service
+        self._thread = SerialThread("guozhuang leaves servers", "goodbye")
+        self._is_at_exit = False
 
     def in_background(self) -> None:
         # The garbage collector may call this at any point, so locks are taken only in another thread.
-        SerialThread("guozhuang leaves servers", "goodbye").run(self._finish)
+        if not self._is_at_exit:
+            self._thread.run(self._finish)
+            self._thread.close()
 
     def _finish(self) -> None:
         self._leave(self._group.limit_s)
@@ -308,6 +312,7 @@ class _Ending:
         atexit.unregister(self.at_exit)
 
     def at_exit(self) -> None:
+        self._is_at_exit = True
         if getattr(sys, "last_value", None) is not None:
             group = self._group
             group.abort(group.rank, f"{group.names[group.rank]} ended after an error")
@@ -315,6 +320,7 @@ class _Ending:
         self._leave(_GOODBYE_S)
         if self._service is not None:
             self._service.end(self._group.limit_s)
+        self._thread.join(_GOODBYE_S)  # a thread that is inside gloo when the interpreter ends aborts the process
 
     def _leave(self, limit_s: float) -> None:
         for connection in self._connections:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from guozhuang.compat.bagua.distributed.options import add_options, launch
 from guozhuang.compat.fronts import without_ports
 from guozhuang.errors import UsageError, explain
+from guozhuang.launch.hosts.placement import parse_hosts
 
 __all__ = ["main"]
 
@@ -22,11 +23,10 @@ def words_for(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace]:
     """
     found = _parser().parse_args(argv)
     text = found.host_list or os.environ.get("BAGUA_NODE_DOMAIN_NAMES", "")
-    hosts = [each.strip() for each in text.split(",") if each.strip()]
-    if not hosts:
+    if not text.strip(", "):
         fix = "give --host_list host1,host2, or set BAGUA_NODE_DOMAIN_NAMES"
         raise UsageError(explain("baguarun needs the hosts on which it starts ranks", fix=fix))
-    names, port = without_ports(hosts, found.ssh_port or os.environ.get("BAGUA_SSH_PORT", ""))
+    names, port = without_ports(parse_hosts(text), found.ssh_port or os.environ.get("BAGUA_SSH_PORT", ""))
     words = ["-H", ",".join(f"{name}:{found.nproc_per_node}" for name in names)]
     words += port
     words += ["--master-port", str(found.master_port)] if found.master_port is not None else []
