@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import time
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import guozhuang.compat.byteps.torch as bps
-from guozhuang.compat.byteps.torch import cross_barrier, ops
+from guozhuang.compat.byteps.common import BytePSBasics
+from guozhuang.compat.byteps.torch import cross_barrier, ops, session
 from guozhuang.compat.byteps.torch.parallel import DistributedDataParallel
 from guozhuang.compat.byteps.torch.session import declared
 from guozhuang.compat.horovod.common.exceptions import HorovodInternalError
@@ -92,7 +94,7 @@ def case_differentiable(rank: int, size: int) -> None:
 
 
 def case_many_of_one_name_under_way(rank: int, size: int) -> None:
-    """See [Note: one name, several operations] in ops.py. The first rank begins all of them before any other rank does."""
+    """See [Note: one name, several operations] in turns.py. The first rank begins all of them before any other rank does."""
     if rank:
         bps.push_pull(torch.ones(1), name="begun")
     handles = [bps.byteps_push_pull(torch.full((2,), float(i + rank)), False, name="same") for i in range(3)]
@@ -220,6 +222,24 @@ def case_order_of_declaration(rank: int, size: int) -> None:
     for name in ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_GLOBAL_RANK"):
         os.environ.pop(name, None)
     bps.init()
+
+
+def case_speed(rank: int, size: int) -> None:
+    basics = BytePSBasics("c_lib", "x")
+    assert (basics.rank(), basics.size(), basics.local_rank()) == (rank, size, rank)
+    bps.suspend()
+    basics.init()
+    assert basics.get_pushpull_speed() == (0, 0.0), "less than ten seconds have passed"
+    bps.push_pull(torch.ones(500_000), name="two megabytes")
+    session.speed.since_s -= 20
+    before_ms = int(time.time() * 1e3)
+    when_ms, speed = basics.get_pushpull_speed()
+    assert before_ms <= when_ms <= time.time() * 1e3
+    assert 2 / 60 < speed < 2.5 / 20 if size > 1 else speed >= 0
+    assert basics.get_pushpull_speed() == (when_ms, speed)
+    os.environ["BYTEPS_TELEMETRY_ON"] = "0"
+    assert basics.get_pushpull_speed() == (0, 0.0)
+    del os.environ["BYTEPS_TELEMETRY_ON"]
 
 
 def case_parameters_arrive_by_name(rank: int, size: int) -> None:

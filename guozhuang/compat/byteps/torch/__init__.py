@@ -25,22 +25,7 @@ from .optimizer import DistributedOptimizer
 from .optimizer import _DistributedOptimizer as _DistributedOptimizer
 
 __all__ = [
-    "Compression",
-    "DistributedOptimizer",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "byteps_push_pull",
-    "declare",
-    "init",
-    "local_rank",
-    "local_size",
-    "poll",
-    "push_pull",
-    "rank",
-    "resume",
-    "shutdown",
-    "size",
-    "suspend",
-    "synchronize",
-]
+    "Compression", "DistributedOptimizer", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters",
+    "byteps_push_pull", "declare", "init", "local_rank", "local_size", "poll", "push_pull", "rank", "resume",
+    "shutdown", "size", "suspend", "synchronize",
+]  # fmt: skip

@@ -20,20 +20,9 @@ from .ops import byteps_push_pull, init, local_rank, local_size, poll, rank, shu
 from .optimizer import DistributedOptimizer
 
 __all__ = [
-    "Compression",
-    "CrossBarrier",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "byteps_push_pull",
-    "init",
-    "local_rank",
-    "local_size",
-    "poll",
-    "rank",
-    "shutdown",
-    "size",
-    "synchronize",
-]
+    "Compression", "CrossBarrier", "broadcast_optimizer_state", "broadcast_parameters", "byteps_push_pull", "init",
+    "local_rank", "local_size", "poll", "rank", "shutdown", "size", "synchronize",
+]  # fmt: skip
 
 
 def CrossBarrier(

@@ -1,9 +1,4 @@
-"""``push_pull`` in every form, with the names of ``byteps.torch.ops``, on the operations of the layer for Horovod.
-
-[Note: one name, several operations] BytePS lets operations of one name be under way at once; the engine below takes a name once
-at a time. So the operations of one name take turns under ``_NUM_TURNS`` names, "byteps.x", "byteps.x#1" and so on. All ranks
-submit equally many operations of a name, so they agree on the turn. An operation whose turn is still taken waits for that one.
-"""
+"""``push_pull`` in every form, with the names of ``byteps.torch.ops``, on the operations of the layer for Horovod."""
 
 from __future__ import annotations
 
@@ -14,91 +9,41 @@ from torch import Tensor
 
 from guozhuang.compat.horovod.common.process_sets import global_process_set
 from guozhuang.compat.horovod.torch.compression import Compression
-from guozhuang.compat.horovod.torch.handles import poll, synchronize, table
+from guozhuang.compat.horovod.torch.handles import poll, synchronize
 from guozhuang.compat.horovod.torch.submitting import Sum, reducing
+from guozhuang.compat.horovod.torch.turns import NameTurns
 from guozhuang.errors import explain
-from guozhuang.gradients.named import DuplicateNameError, Kind
+from guozhuang.gradients.named import Kind
 
 from .session import declared, here, init, local_rank, local_size, rank, resume, shutdown, size, suspend
 
 __all__ = [
-    "byteps_push_pull",
-    "byteps_torch_set_num_grads",
-    "declare",
-    "init",
-    "local_rank",
-    "local_size",
-    "poll",
-    "push_pull",
-    "push_pull_async",
-    "push_pull_async_inplace",
-    "push_pull_group_sync_inplace",
-    "push_pull_inplace",
-    "rank",
-    "resume",
-    "shutdown",
-    "size",
-    "suspend",
-    "synchronize",
-]
+    "byteps_push_pull", "byteps_torch_set_num_grads", "declare", "init", "local_rank", "local_size", "poll",
+    "push_pull", "push_pull_async", "push_pull_async_inplace", "push_pull_group_sync_inplace", "push_pull_inplace",
+    "rank", "resume", "shutdown", "size", "suspend", "synchronize",
+]  # fmt: skip
 
-_NUM_TURNS: Final = 4
 _DTYPES: Final = (
     *(torch.uint8, torch.int32, torch.int64),
     *(torch.float16, torch.float32, torch.float64, torch.bfloat16),
 )
 
 
-class _Turns:
-    """The turn of each name, and the counts of grouped operations, in one world. See [Note: one name, several operations].
+class _Rounds:
+    """Counts grouped operations: each round has as many as were told."""
 
-    Attributes:
-        num_grads: how many grouped operations make a round; 0: not told yet.
-    """
+    num_grads = 0  # 0: not told yet
+    _num_counted = 0
+    _world: Any = None
 
-    def __init__(self) -> None:
-        self.num_grads = 0
-        self._world: Any = None
-        self._last: dict[str, list[int]] = {}  # the handles of a name's operations, the newest last
-        self._num_begun: dict[str, int] = {}
-        self._num_grouped = 0
-
-    def begin(self, tensor: Tensor, average: bool, name: str, in_place: bool) -> int:
-        """Submit an operation in the next turn of its name, and return its handle."""
-        world = here(RuntimeError)
-        self._look(world)
-        turn = self._num_begun.get(name, 0) % _NUM_TURNS
-        called = f"{name}#{turn}" if turn else name
-        divisor = world.size if average else 1  # after the sum, so that equal tensors average to themselves
-        call = reducing(
-            Kind.ALLREDUCE, Sum, 1.0, 1.0, global_process_set, name=called, in_place=in_place, divisor=divisor
-        )
-        handles = self._last.setdefault(name, [])
-        try:
-            handle = call.begin([tensor])
-        except DuplicateNameError:
-            for earlier in handles[:1]:  # the one that had this turn before
-                table.settle(earlier)
-            handle = call.begin([tensor])
-        self._num_begun[name] = self._num_begun.get(name, 0) + 1
-        self._last[name] = [*handles[1 - _NUM_TURNS :], handle]
-        return handle
-
-    def count(self) -> int:
-        """Return the number of the next grouped operation in its round, from 1."""
-        self._look(here(RuntimeError))
-        self._num_grouped = 1 if self._num_grouped >= self.num_grads > 0 else self._num_grouped + 1
-        return self._num_grouped
-
-    def _look(self, world: Any) -> None:
-        """Count from the beginning in a new world, as all its ranks do."""
-        if world is not self._world:
-            self._world, self._num_grouped = world, 0
-            self._last.clear()
-            self._num_begun.clear()
+    def count(self, world: Any) -> int:
+        """Return the number of the next operation in its round, from 1; a new world begins a round."""
+        has_ended = world is not self._world or self._num_counted >= self.num_grads > 0
+        self._world, self._num_counted = world, 1 if has_ended else self._num_counted + 1
+        return self._num_counted
 
 
-_turns = _Turns()
+_turns, _rounds = NameTurns(), _Rounds()
 
 
 def push_pull(
@@ -140,7 +85,7 @@ def push_pull_async(
     """Begin ``push_pull`` and return a handle for ``synchronize``. Do not change the tensor before that. Not differentiable."""
     name = _named(name)
     _check(tensor)
-    return _turns.begin(tensor, average, name, in_place=False)
+    return _begin(tensor, average, name, in_place=False)
 
 
 def push_pull_async_inplace(
@@ -149,7 +94,7 @@ def push_pull_async_inplace(
     """Begin to sum or average a tensor over all ranks in place; return a handle for ``synchronize``, which gives the tensor."""
     name = _named(name)
     _check(tensor)
-    return _turns.begin(tensor, average, name, in_place=True)
+    return _begin(tensor, average, name, in_place=True)
 
 
 byteps_push_pull = push_pull_async_inplace
@@ -171,7 +116,7 @@ def push_pull_group_sync_inplace(
     Returns:
         The handle, and the number of this call in its round: 1 for the first, up to what ``byteps_torch_set_num_grads`` told.
     """
-    return push_pull_async_inplace(tensor, average, name, version, priority), _turns.count()
+    return push_pull_async_inplace(tensor, average, name, version, priority), _rounds.count(here(RuntimeError))
 
 
 def byteps_torch_set_num_grads(num_grads: int) -> int:
@@ -182,7 +127,7 @@ def byteps_torch_set_num_grads(num_grads: int) -> int:
     """
     if num_grads < 1:
         raise ValueError(explain("the number of gradients of a round is at least 1", value=num_grads))
-    _turns.num_grads = num_grads
+    _rounds.num_grads = num_grads
     return 0
 
 
@@ -198,13 +143,20 @@ class _PushPull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, average: bool, name: str) -> Tensor:
         ctx.average, ctx.name = average, name
-        result: Tensor = synchronize(_turns.begin(tensor, average, name, in_place=False))
+        result: Tensor = synchronize(_begin(tensor, average, name, in_place=False))
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         name = f"{ctx.name}.gradient"
         return _PushPull.apply(gradients[0].contiguous(), ctx.average, name), None, None  # type: ignore[no-untyped-call]
+
+
+def _begin(tensor: Tensor, average: bool, name: str, in_place: bool) -> int:
+    world = here(RuntimeError)
+    divisor = world.size if average else 1  # after the sum, so that equal tensors average to themselves
+    call = reducing(Kind.ALLREDUCE, Sum, 1.0, 1.0, global_process_set, name=name, in_place=in_place, divisor=divisor)
+    return _turns.begin(world, call, tensor)
 
 
 def _named(name: str | None) -> str:

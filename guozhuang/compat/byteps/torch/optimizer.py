@@ -23,8 +23,7 @@ from guozhuang.compat.prepared import say_once
 from guozhuang.errors import explain
 from guozhuang.exchange.parameter_server import AsyncParameterServer
 
-from .ops import declare
-from .session import here, is_asynchronous
+from .session import declared, here, is_asynchronous
 
 _NO_BOUND: Final = 2**31 - 1  # of how far asynchronous workers may be apart: BytePS knows none
 
@@ -127,9 +126,7 @@ def DistributedOptimizer(
     combining.check_arguments(optimizer, compression)
     combining.checked_passes(backward_passes_per_step)
     given = names_of(named_parameters, optimizer.param_groups)
-    for prefix in ("Gradient.", "Parameter."):
-        for name in sorted(given.values()):
-            declare(f"{prefix}{name}")
+    declared.of_training(given.values())
     if is_asynchronous() and size < 2:
         what = "BYTEPS_ENABLE_ASYNC=1 needs several ranks (DMLC_NUM_WORKER > 1)"
         raise AssertionError(explain(what, value=size, fix="start more, or leave the variable out"))
@@ -143,15 +140,14 @@ def DistributedOptimizer(
     if kind is _AveragingOptimizer:
         made._hook()
         if size > 1:
-            _begin_with_zeros(made)
+            begin_with_zeros(names)
     else:
         say_once("asynchronous training: ranks do not wait for each other, servers add up what their steps change")
     return made
 
 
-def _begin_with_zeros(optimizer: Optimizer) -> None:
+def begin_with_zeros(parameters: Iterable[Tensor]) -> None:
     """Give each trainable parameter a gradient of zeros, as BytePS does; what it has already is overwritten."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)

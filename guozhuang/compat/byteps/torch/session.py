@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import time
+from collections.abc import Iterable
+from typing import Any, Final
 
 from guozhuang.compat.byteps import variables
 from guozhuang.compat.horovod.common.basics import HorovodBasics
@@ -12,6 +14,7 @@ from guozhuang.compat.horovod.common.state import HorovodState, state
 from guozhuang.compat.prepared import say_once
 from guozhuang.errors import UsageError, explain
 
+_SPEED_S: Final = 10.0
 _NOT_INITIALIZED = "BytePS has not been initialized; use bps.init()."
 
 
@@ -38,9 +41,11 @@ class DeclaredNames:
         self.keys.setdefault(name, len(self.keys))
         return 0
 
-    def forget(self) -> None:
-        """Take all keys back; the order of the names is kept."""
-        self.keys.clear()
+    def of_training(self, names: Iterable[str]) -> None:
+        """Declare the names under which gradients and parameters of these names are sent."""
+        for prefix in ("Gradient.", "Parameter."):
+            for name in sorted(names):
+                self.declare(f"byteps.{prefix}{name}")
 
     def declare_again(self) -> None:
         """Declare all names that were ever declared, in their first order, so that keys are those from before a suspension."""
@@ -48,7 +53,28 @@ class DeclaredNames:
             self.declare(name)
 
 
-declared = DeclaredNames()
+class _Speed:
+    """How many bytes operations by name carry in a second: a mean over at least ten seconds."""
+
+    def __init__(self) -> None:
+        self._world: HorovodState | None = None
+        self.since_s, self._num_bytes = 0.0, 0
+        self._found = (0, 0.0)
+
+    def look(self, world: HorovodState) -> tuple[int, float]:
+        """Return the newest (milliseconds since 1970, megabytes a second); begin to measure in a new world."""
+        now, moved = time.monotonic(), world.engine.world.moved_bytes
+        if world is not self._world:
+            self._world, self._found = world, (0, 0.0)
+        elif now - self.since_s >= _SPEED_S:
+            self._found = (int(time.time() * 1e3), (moved - self._num_bytes) / 1e6 / (now - self.since_s))
+        else:
+            return self._found
+        self.since_s, self._num_bytes = now, moved
+        return self._found
+
+
+declared, speed = DeclaredNames(), _Speed()
 _basics = HorovodBasics()
 
 
@@ -76,6 +102,7 @@ def init(lazy: bool = True) -> None:
     """
     notes = variables.without_meaning(os.environ)
     _basics.init()
+    speed.look(here())
     if here().rank == 0 and BPSLAUNCH not in os.environ:
         for note in notes:
             say_once(note)
@@ -84,7 +111,7 @@ def init(lazy: bool = True) -> None:
 def shutdown() -> None:
     """Leave the world, if this process is in one; operations that have not ended fail. ``init`` may be called again."""
     _basics.shutdown()
-    declared.forget()
+    declared.keys.clear()
 
 
 def suspend() -> None:
@@ -107,16 +134,18 @@ def resume(num_workers: int, num_servers: int, global_rank: int, context: Any = 
         UsageError: not suspended; a number is invalid; the launcher gives another rank, or another number of machines.
         WorldError: a rank did not resume in time; the text names it.
     """
-    given = {"num_workers": (num_workers, 1), "num_servers": (num_servers, 0), "global_rank": (global_rank, 0)}
-    for name, (value, least) in given.items():
+    given = (
+        ("DMLC_NUM_WORKER", num_workers, 1),
+        ("DMLC_NUM_SERVER", num_servers, 0),
+        ("BYTEPS_GLOBAL_RANK", global_rank, 0),
+    )
+    for (_, value, least), name in zip(given, ("num_workers", "num_servers", "global_rank"), strict=True):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UsageError(explain(f"resume takes a whole number of at least {least} as {name}", value=value))
     if state() is not None:
         fix = "call bps.suspend() first, on every rank"
         raise UsageError(explain("resume was called while BytePS runs", rank=here().rank, fix=fix))
-    names = ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_GLOBAL_RANK")
-    for name, (value, _) in zip(names, given.values(), strict=True):
-        os.environ[name] = str(value)
+    os.environ.update({name: str(value) for name, value, _ in given})
     init(lazy=False)
     found = here()
     size = num_workers * found.place.local_size
@@ -152,6 +181,16 @@ def local_size() -> int:
 def local_rank() -> int:
     """Return the rank of this process among those of its machine."""
     return here().place.local_rank
+
+
+def get_pushpull_speed() -> tuple[int, float]:
+    """Return (milliseconds since 1970, megabytes a second) of what operations by name carried on this rank.
+
+    A value is a mean over the time since the one before, ten seconds at least; until the first has passed, and with
+    BYTEPS_TELEMETRY_ON=0, it is (0, 0.0). Gradients of ``DistributedDataParallel`` are not counted. Raises as ``size`` does.
+    """
+    found = speed.look(here())
+    return (0, 0.0) if os.environ.get("BYTEPS_TELEMETRY_ON", "").strip() == "0" else found
 
 
 def is_asynchronous() -> bool:

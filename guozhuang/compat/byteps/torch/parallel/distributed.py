@@ -14,8 +14,8 @@ from guozhuang import distributed
 from guozhuang.compat.horovod.torch.compression import Compression
 from guozhuang.errors import explain
 
-from ..ops import declare
-from ..session import here
+from ..optimizer import begin_with_zeros
+from ..session import declared, here
 
 
 class BytePSDataParallel(distributed.DistributedDataParallel):
@@ -48,14 +48,9 @@ class BytePSDataParallel(distributed.DistributedDataParallel):
         if device_ids is None or len(device_ids) != 1:
             what = "DistributedDataParallel of BytePS needs device_ids of exactly one device"
             raise AssertionError(explain(what, value=device_ids, fix="give device_ids=[bps.local_rank()]"))
-        names = sorted(name for name, p in module.named_parameters() if p.requires_grad)
-        for prefix in ("Gradient.", "Parameter."):
-            for name in names:
-                declare(f"{prefix}{name}")
+        declared.of_training([name for name, p in module.named_parameters() if p.requires_grad])
         if world.size > 1:
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+            begin_with_zeros(module.parameters())
         is_on_cpu = all(p.device.type == "cpu" for p in module.parameters())
         chosen = None if is_on_cpu else list(device_ids)
         super().__init__(module, chosen, broadcast_buffers=broadcast_buffers, find_unused_parameters=True)
@@ -66,9 +61,7 @@ class BytePSDataParallel(distributed.DistributedDataParallel):
 
     def synchronize(self) -> None:
         """Give parameters that no rank used in the last backward gradients of zeros; the others are averaged already."""
-        for parameter in self.module.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        begin_with_zeros(p for p in self.module.parameters() if p.grad is None)
 
     @override
     def will_sync_module_buffers(self) -> bool:
