@@ -58,7 +58,10 @@ def case_equal_tensors_average_to_themselves(rank: int, size: int) -> None:
     for dtype, num_dims in itertools.product((torch.float16, torch.float32, torch.float64), (1, 2, 3)):
         given = torch.empty((17,) * num_dims, dtype=torch.float64).uniform_(-100, 100).to(dtype)
         found = bps.push_pull(given, name=f"equal{num_dims}{dtype}")
-        # The sum is divided in its own dtype: exactly by 2 and 4, and to a rounding by 3.
+        # BytePS's own test compares the sum, which is exact for up to three ranks: 2 x is, and then one addition rounds once.
+        total = bps.push_pull(given, average=False, name=f"sum{num_dims}{dtype}")
+        assert size > 3 or torch.equal(total, given * size), (dtype, num_dims)
+        # The mean is that sum divided in its own dtype: exactly by 2 and 4, and to a rounding by 3.
         difference = ((found.double() - given.double()) / given.double()).abs().max().item()
         assert difference <= (0 if size in (1, 2, 4) else torch.finfo(dtype).eps), (dtype, num_dims, difference)
 
@@ -84,6 +87,19 @@ def case_what_cannot_be_sent(rank: int, size: int) -> None:
         with pytest.raises(ValueError, match="push_pull takes a tensor"):
             call([1.0], name="x")
     bps.push_pull(torch.ones(1), name="x")  # a refused call has taken no turn
+
+
+def case_unknown_compressors(rank: int, size: int) -> None:
+    p = nn.Parameter(torch.zeros(1))
+    calls = (
+        lambda: bps.push_pull(torch.ones(1), name="x", compression="onebit"),
+        lambda: bps.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), compression="onebit"),
+        lambda: DistributedDataParallel(nn.Linear(1, 1), device_ids=[0], compression="onebit"),
+        lambda: cross_barrier.CrossBarrier(nn.Linear(1, 1), torch.optim.SGD([p], lr=1.0), compression="onebit"),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"compression has no compress and decompress.*onebit"):
+            call()
 
 
 def case_differentiable(rank: int, size: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from guozhuang.compat.horovod.common.process_sets import global_process_set
-from guozhuang.compat.horovod.torch.compression import Compression
+from guozhuang.compat.horovod.torch.compression import Compression, check_compression
 from guozhuang.compat.horovod.torch.handles import poll, synchronize
 from guozhuang.compat.horovod.torch.submitting import Sum, reducing
 from guozhuang.compat.horovod.torch.turns import NameTurns
@@ -69,10 +69,11 @@ def push_pull(
     Raises:
         AssertionError: there is no name.
         RuntimeError: not initialised; ranks differ, or one is lost.
-        ValueError: the tensor cannot be sent.
+        ValueError: the tensor cannot be sent, or the compressor is none.
     """
     name = _named(name)
     _check(tensor)
+    check_compression(compression)
     sent, ctx = compression.compress(tensor)
     result: Tensor = _PushPull.apply(sent, average, name)  # type: ignore[no-untyped-call]
     received: Tensor = compression.decompress(result, ctx)

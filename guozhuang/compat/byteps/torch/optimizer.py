@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from guozhuang import world
 from guozhuang.compat.horovod.common.process_sets import global_process_set
 from guozhuang.compat.horovod.torch import optimizer as combining
+from guozhuang.compat.horovod.torch.adding import AddingOptimizer
 from guozhuang.compat.horovod.torch.compression import Compression
 from guozhuang.compat.horovod.torch.gradient_units import GradientUnits
 from guozhuang.compat.horovod.torch.named_parameters import names_of
 from guozhuang.compat.horovod.torch.submitting import Average
 from guozhuang.compat.prepared import say_once
 from guozhuang.errors import explain
-from guozhuang.exchange.parameter_server import AsyncParameterServer
 
 from .session import declared, here, is_asynchronous
-
-_NO_BOUND: Final = 2**31 - 1  # of how far asynchronous workers may be apart: BytePS knows none
 
 
 class _AveragingOptimizer(combining._DistributedOptimizer):
@@ -49,51 +44,6 @@ class _AveragingOptimizer(combining._DistributedOptimizer):
 
 
 _DistributedOptimizer = _AveragingOptimizer  # the name that scripts know
-
-
-class _AsyncOptimizer(combining._Distributed):
-    """The user's optimizer, whose steps are added to weights that servers hold; ranks do not wait for each other."""
-
-    _servers: Any = None
-    _num_steps = 0
-
-    def synchronize(self) -> None:
-        """Do nothing: gradients are not exchanged; ``step`` exchanges what it changed."""
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Raise AssertionError: an asynchronous step cannot do without its exchange."""
-        raise AssertionError("skip_synchronize cannot be used in async training")
-        yield
-
-    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Step as the wrapped optimizer does, send what that changed, and take the servers' weights.
-
-        The first call connects to the servers and gives them the weights of rank 0, which all ranks take over: every rank must
-        call it. Later ones wait for no other rank.
-
-        Raises:
-            WorldError: in the first call, a rank or server did not join in time.
-        """
-        exchange = AsyncParameterServer(max_staleness_steps=_NO_BOUND)
-        if self._servers is None:
-            assert dist.group.WORLD is not None
-            named = [(f"AsyncParam.{name}", p) for p, name in sorted(self._names.items(), key=lambda each: each[1])]
-            self._servers = exchange.prepare([(name, p) for name, p in named if p.requires_grad], dist.group.WORLD)
-            world.before_leaving(self._leave)
-        arguments = (closure, *args) if closure is not None or args else ()
-        result = super().step(*arguments, **kwargs)
-        self._num_steps += 1
-        exchange.after_step(self._servers, self._num_steps)
-        self._stepped()
-        return result
-
-    step.hooked = True  # type: ignore[attr-defined]
-
-    def _leave(self) -> None:
-        if self._servers is not None:
-            AsyncParameterServer().close(self._servers)
-            self._servers = None
 
 
 def DistributedOptimizer(
@@ -131,7 +81,7 @@ def DistributedOptimizer(
         what = "BYTEPS_ENABLE_ASYNC=1 needs several ranks (DMLC_NUM_WORKER > 1)"
         raise AssertionError(explain(what, value=size, fix="start more, or leave the variable out"))
     names = {p: f"Gradient.{name}" for p, name in given.items()}
-    kind = _AsyncOptimizer if is_asynchronous() else _AveragingOptimizer
+    kind = AddingOptimizer if is_asynchronous() else _AveragingOptimizer
     made = combining.derived(kind, optimizer)
     made._take_over(optimizer, names, Average, global_process_set)
     units = (global_process_set, backward_passes_per_step, compression, Average, 1.0, False)

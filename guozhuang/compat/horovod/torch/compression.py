@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from guozhuang.errors import explain
+
 
 class Compressor:
     """The interface of a compressor: two static methods. Subclass it for a compressor of your own."""
@@ -56,3 +58,10 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
+
+
+def check_compression(compression: Any) -> None:
+    """Raise ValueError unless an object can compress and decompress."""
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        fix = "give Compression.none, Compression.fp16, or an object with both"
+        raise ValueError(explain("compression has no compress and decompress", value=compression, fix=fix))

@@ -18,7 +18,7 @@ from guozhuang.compat.horovod.common.state import required
 from guozhuang.errors import explain
 
 from .backward_passes import BackwardPasses
-from .compression import Compression
+from .compression import Compression, check_compression
 from .functions import broadcast_object
 from .gradient_units import AdasumUnits, GradientUnits
 from .mpi_ops import Adasum, Average, Sum, allreduce, size
@@ -355,9 +355,7 @@ def check_arguments(optimizer: Any, compression: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         what = "DistributedOptimizer wraps an optimizer of torch.optim, or one derived from torch.optim.Optimizer"
         raise ValueError(explain(what, value=type(optimizer).__name__, fix="give the optimizer, not the model"))
-    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
-        fix = "give Compression.none, Compression.fp16, or an object with both"
-        raise ValueError(explain("compression has no compress and decompress", value=compression, fix=fix))
+    check_compression(compression)
 
 
 def _empty(kind: type[Optimizer]) -> Optimizer:

@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from guozhuang import distributed
-from guozhuang.compat.horovod.torch.compression import Compression
+from guozhuang.compat.horovod.torch.compression import Compression, check_compression
 from guozhuang.errors import explain
 
 from ..optimizer import begin_with_zeros
@@ -33,7 +33,7 @@ class BytePSDataParallel(distributed.DistributedDataParallel):
 
     Raises:
         AssertionError: ``device_ids`` has not exactly one entry.
-        ValueError: not initialised.
+        ValueError: not initialised, or the compressor is none.
         MismatchError: (a ValueError) ranks hold different models.
     """
 
@@ -48,6 +48,7 @@ class BytePSDataParallel(distributed.DistributedDataParallel):
         if device_ids is None or len(device_ids) != 1:
             what = "DistributedDataParallel of BytePS needs device_ids of exactly one device"
             raise AssertionError(explain(what, value=device_ids, fix="give device_ids=[bps.local_rank()]"))
+        check_compression(compression)
         declared.of_training([name for name, p in module.named_parameters() if p.requires_grad])
         if world.size > 1:
             begin_with_zeros(module.parameters())
