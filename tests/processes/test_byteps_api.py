@@ -420,8 +420,8 @@ def _by_another_name(rank: int, size: int) -> str:
 
 @pytest.mark.slow
 def test_names_that_differ_end_all_ranks_with_one_error() -> None:
-    """Each rank says whom it misses for which name, once it has waited as long as it may."""
+    """The first that has waited as long as it may says whom it misses for which name, and the other rank says the same."""
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
-    for rank, text in enumerate(run_ranks(_by_another_name, 2, init=False, env=limits)):
+    for text in run_ranks(_by_another_name, 2, init=False, env=limits):
         assert "every rank must ask for the same names" in text, text
-        assert f"missing: rank {1 - rank} for allreduce.byteps.of_{rank}" in text, text
+        assert any(f"missing: rank {1 - each} for allreduce.byteps.of_{each}" in text for each in (0, 1)), text
