@@ -10,6 +10,7 @@ from pathlib import Path
 from guozhuang.launch.rendezvous.members import Members as Members
 from guozhuang.launch.rendezvous.roles import LaunchedRole as LaunchedRole
 from guozhuang.launch.rendezvous.roles import launched_role as launched_role
+from guozhuang.launch.rendezvous.roles import members_of as members_of
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,7 @@ def case_steps_accumulation_and_clipping(rank: int, size: int) -> None:
     p, optimizer = _one()
     assert type(optimizer).__name__ == "SGD" and isinstance(optimizer, torch.optim.SGD)
     assert size == 1 or not p.grad.any(), "gradients are zeros from the start"
+    assert optimizer._parameter_names == {hash(p): "p"} and optimizer.find_duplicates(["a", "b", "a"]) == {"a"}
     _gradient(p, own)
     optimizer.step()
     assert p.item() == -mean
@@ -215,7 +216,7 @@ def case_order_of_declaration(rank: int, size: int) -> None:
     bps.suspend()
     with pytest.raises(ValueError, match=r"BytePS has not been initialized; use bps.init\(\)\."):
         bps.size()
-    declared._first.clear()
+    declared.names.clear()
     bps.init()
     bps.DistributedOptimizer(torch.optim.SGD([b, a], lr=1.0), named_parameters=[("b", b), ("a", a)])
     expected = [f"byteps.{name}" for name in ("Gradient.a", "Gradient.b", "Parameter.a", "Parameter.b")]

@@ -8,7 +8,7 @@ import pytest
 
 from guozhuang.compat.byteps import bpslaunch, variables
 from guozhuang.errors import UsageError
-from guozhuang.launch.request import launched_role
+from guozhuang.launch.request import launched_role, members_of
 from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.world.discovery import discover
 
@@ -94,7 +94,7 @@ def test_a_worker_is_a_node_of_guozhuang_run(changes: dict[str, str], words: str
 
 @pytest.mark.parametrize(("role", "has"), [("worker", (True, 0)), ("server", (False, 1)), ("scheduler", (False, 0))])
 def test_who_meets_at_the_scheduler(role: str, has: tuple[bool, int]) -> None:
-    members = bpslaunch.members_of(launched_role(launch(DMLC_ROLE=role)))
+    members = members_of(launched_role(launch(DMLC_ROLE=role)), "")
     assert members is not None and members.names == ["scheduler", "worker 0", "worker 1", "server 0"]
     assert (members.has_ranks, members.num_servers) == has
     assert members.takes_next == (role == "server") and members.first_free == 3

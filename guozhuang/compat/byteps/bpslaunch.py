@@ -20,10 +20,10 @@ from guozhuang.compat.horovod.common.extension import BPSLAUNCH
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch import agent
 from guozhuang.launch.console.say import say
-from guozhuang.launch.request import LaunchedRole, Members, Request, launched_role
+from guozhuang.launch.request import LaunchedRole, Members, Request, launched_role, members_of
 
 _WHO = "bpslaunch"
-_EVERYWHERE = "export the same DMLC_NUM_WORKER and DMLC_NUM_SERVER on all machines"
+_NOT_THEIRS = "servers of BytePS itself cannot be mixed with these; start all by this bpslaunch"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +51,7 @@ def _launch(command: list[str]) -> int:
             say(note, _WHO)
     elif not role.meets:
         return 0
-    return agent.main(words_for(role, command), request(members_of(role)))
+    return agent.main(words_for(role, command), request(members_of(role, _NOT_THEIRS)))
 
 
 def words_for(role: LaunchedRole, command: Sequence[str]) -> list[str]:
@@ -65,7 +65,7 @@ def words_for(role: LaunchedRole, command: Sequence[str]) -> list[str]:
     if not role.meets:
         return ["--standalone", "--nproc-per-node", str(role.num_ranks), *program]
     number = {"worker": 1 + role.worker}.get(role.role, 0)
-    words = ["--nnodes", str(len(_names(role))), "--node-rank", str(number)]
+    words = ["--nnodes", str(1 + role.num_workers + role.num_servers), "--node-rank", str(number)]
     words += ["--master-addr", role.host, "--master-port", role.port]
     words += ["--interface", role.interface] if role.interface is not None else []
     return [*words, "--nproc-per-node", str(role.num_ranks if role.role == "worker" else 1), *program]
@@ -76,32 +76,6 @@ def request(members: Members | None = None) -> Request:
     told = {"BYTEPS_LOCAL_RANK": "{local_rank}", "BYTEPS_LOCAL_SIZE": "{local_size}", BPSLAUNCH: "1"}
     extension = dataclasses.replace(compat.extension(), rank_variables=told)
     return Request(extension, variables={"PYTHONUNBUFFERED": "1"}, members=members)
-
-
-def members_of(role: LaunchedRole) -> Members | None:
-    """Return all that meet at the scheduler, this one among them; None if a worker is alone."""
-    if not role.meets:
-        return None
-    return Members(
-        _names(role),
-        takes_next=role.role == "server",
-        first_free=1 + role.num_workers,
-        keeper="the scheduler",
-        has_ranks=role.role == "worker",
-        num_servers=int(role.role == "server"),
-        title="bpslaunches",
-        join_fix="check that `DMLC_ROLE=scheduler bpslaunch` was started, that DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT are its "
-        "address everywhere, and that all or none have GUOZHUANG_SECRET",
-        number_fix="give each worker a DMLC_WORKER_ID of its own; end processes of an earlier run",
-        missing_fix=f"look at their output, and {_EVERYWHERE}; PET_RDZV_CONF=timeout=SECONDS changes the limit",
-        count_fix=f"{_EVERYWHERE}; servers of BytePS itself cannot be mixed with these; start all by this bpslaunch",
-        port_option="DMLC_PS_ROOT_PORT",
-    )
-
-
-def _names(role: LaunchedRole) -> list[str]:
-    workers = [f"worker {number}" for number in range(role.num_workers)]
-    return ["scheduler", *workers, *(f"server {number}" for number in range(role.num_servers))]
 
 
 def _command_of_a_rank(command: list[str]) -> list[str]:

@@ -23,14 +23,14 @@ _WHO = "dist_launcher"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher with a command line; None: that of this process. Exit codes are those of ``bpslaunch.main``."""
-    return ended(lambda: _launch(sys.argv[1:] if argv is None else argv), _WHO)
 
+    def run() -> int:
+        words, notes = words_for(sys.argv[1:] if argv is None else argv)
+        for note in notes:
+            say(note, _WHO)
+        return agent.main(words, bpslaunch.request())
 
-def _launch(argv: Sequence[str]) -> int:
-    words, notes = words_for(argv)
-    for note in notes:
-        say(note, _WHO)
-    return agent.main(words, bpslaunch.request())
+    return ended(run, _WHO)
 
 
 def words_for(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from guozhuang.errors import UsageError, explain
+from guozhuang.launch.rendezvous.members import Members
 from guozhuang.world.dmlc import meeting, needed
 
 _ROLES = ("worker", "server", "scheduler")
+_SAME_NUMBERS = "export the same DMLC_NUM_WORKER and DMLC_NUM_SERVER on all machines"
 _EVERYWHERE = "export it: the same on all machines, but for DMLC_ROLE and DMLC_WORKER_ID"
 
 
@@ -67,6 +69,33 @@ def launched_role(environ: Mapping[str, str]) -> LaunchedRole:
     num_servers = needed(environ, "DMLC_NUM_SERVER", *told)
     interface = environ.get("DMLC_INTERFACE", "").strip() or None
     return replace(found, num_servers=num_servers, host=host, port=port, interface=interface, meets=True)
+
+
+def members_of(role: LaunchedRole, advice: str) -> Members | None:
+    """Return all that meet at the scheduler, this one among them; None if a worker is alone.
+
+    Args:
+        role: this one.
+        advice: what else may be the matter if they do not agree who takes part.
+    """
+    if not role.meets:
+        return None
+    workers = [f"worker {number}" for number in range(role.num_workers)]
+    return Members(
+        ["scheduler", *workers, *(f"server {number}" for number in range(role.num_servers))],
+        takes_next=role.role == "server",
+        first_free=1 + role.num_workers,
+        keeper="the scheduler",
+        has_ranks=role.role == "worker",
+        num_servers=int(role.role == "server"),
+        title="bpslaunches",
+        join_fix="check that `DMLC_ROLE=scheduler bpslaunch` was started, that DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT are its "
+        "address everywhere, and that all or none have GUOZHUANG_SECRET",
+        number_fix="give each worker a DMLC_WORKER_ID of its own; end processes of an earlier run",
+        missing_fix=f"look at their output, and {_SAME_NUMBERS}; PET_RDZV_CONF=timeout=SECONDS changes the limit",
+        count_fix=f"{_SAME_NUMBERS}; {advice}",
+        port_option="DMLC_PS_ROOT_PORT",
+    )
 
 
 def _num_devices(environ: Mapping[str, str]) -> int:

@@ -48,12 +48,8 @@ def broadcast_parameters(
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter.") -> None:
     """Replace state and options of an optimizer by those of root. Every rank must call this.
 
-    State that a rank lacks is made there, without a step: weights stay as they are. State that root lacks is dropped.
-
-    Args:
-        optimizer: an optimizer with the same parameters, in the same groups, on all ranks.
-        root_rank: the rank whose state all ranks get.
-        prefix: what the names of the messages begin with.
+    State that a rank lacks is made there, without a step: weights stay as they are. State that root lacks is dropped. All ranks
+    have the same parameters, in the same groups. Names of messages begin with ``prefix``.
 
     Raises:
         ValueError: not initialised; no optimizer, or LBFGS; the parameters of the ranks differ.
@@ -64,12 +60,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Return root's object on every rank; root gets its own object back. Every rank must call this.
+    """Return root's object, which cloudpickle must take, on every rank; root gets its own back. Every rank must call this.
 
-    Args:
-        obj: on root an object that cloudpickle takes; ignored on other ranks.
-        root_rank: the rank whose object all get.
-        name: a part of the names under which it is sent; None: a number, by the order of the calls without a name.
+    Without a name its messages are numbered, by the order of such calls.
 
     Raises:
         UsageError: the object cannot be pickled (on root; the other ranks get a ValueError).

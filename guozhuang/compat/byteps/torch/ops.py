@@ -71,8 +71,7 @@ def push_pull(
         RuntimeError: not initialised; ranks differ, or one is lost.
         ValueError: the tensor cannot be sent, or the compressor is none.
     """
-    name = _named(name)
-    _check(tensor)
+    name = _checked(tensor, name)
     check_compression(compression)
     sent, ctx = compression.compress(tensor)
     result: Tensor = _PushPull.apply(sent, average, name)  # type: ignore[no-untyped-call]
@@ -84,18 +83,14 @@ def push_pull_async(
     tensor: Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0
 ) -> int:
     """Begin ``push_pull`` and return a handle for ``synchronize``. Do not change the tensor before that. Not differentiable."""
-    name = _named(name)
-    _check(tensor)
-    return _begin(tensor, average, name, in_place=False)
+    return _begin(tensor, average, _checked(tensor, name), in_place=False)
 
 
 def push_pull_async_inplace(
     tensor: Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0
 ) -> int:
     """Begin to sum or average a tensor over all ranks in place; return a handle for ``synchronize``, which gives the tensor."""
-    name = _named(name)
-    _check(tensor)
-    return _begin(tensor, average, name, in_place=True)
+    return _begin(tensor, average, _checked(tensor, name), in_place=True)
 
 
 byteps_push_pull = push_pull_async_inplace
@@ -160,19 +155,15 @@ def _begin(tensor: Tensor, average: bool, name: str, in_place: bool) -> int:
     return _turns.begin(world, call, tensor)
 
 
-def _named(name: str | None) -> str:
-    """Return the full name of an operation, which is declared; AssertionError if there is none."""
+def _checked(tensor: Tensor, name: str | None) -> str:
+    """Return the full name of an operation, declared; AssertionError without one, ValueError for what cannot be sent."""
     if name is None:
         raise AssertionError("To manually call push_pull, you must specify a name by name=...")
-    declare(name)
-    return f"byteps.{name}"
-
-
-def _check(tensor: Tensor) -> None:
-    """Raise ValueError unless the tensor can be sent."""
     if not isinstance(tensor, Tensor):
         raise ValueError(explain("push_pull takes a tensor", value=type(tensor).__name__, fix="use torch.tensor"))
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"Tensor type {tensor.type()} is not supported.")
     if not tensor.is_contiguous():
         raise ValueError("Tensor is required to be contiguous.")
+    declare(name)
+    return f"byteps.{name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,12 +30,21 @@ class _AveragingOptimizer(combining._DistributedOptimizer):
     _warns_of_two_exchanges = False  # BytePS sends again in silence
 
     @property
+    def _parameter_names(self) -> dict[int, str]:  # type: ignore[override]
+        return {hash(p): name.removeprefix("Gradient.") for p, name in self._names.items()}
+
+    @property
     def _push_pull_delay(self) -> dict[Tensor, int]:
         return self._allreduce_delay
 
     @property
     def _requires_update(self) -> set[Tensor]:
         return {one.parameter for one in self._exchange.hooked}
+
+    @staticmethod
+    def find_duplicates(names: Iterable[Any]) -> set[Any]:
+        """Return those that come more than once."""
+        return {name for name, count in Counter(names).items() if count > 1}
 
     @override
     def _may_zero(self) -> None:

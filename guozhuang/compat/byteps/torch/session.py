@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any
 
 from guozhuang.compat.byteps import variables
 from guozhuang.compat.horovod.common.basics import HorovodBasics
 from guozhuang.compat.horovod.common.extension import BPSLAUNCH
+from guozhuang.compat.horovod.common.speed import Speed
 from guozhuang.compat.horovod.common.state import HorovodState, state
 from guozhuang.compat.prepared import say_once
 from guozhuang.errors import UsageError, explain
 
-_SPEED_S: Final = 10.0
 _NOT_INITIALIZED = "BytePS has not been initialized; use bps.init()."
 
 
@@ -23,11 +22,12 @@ class DeclaredNames:
 
     Attributes:
         keys: the key of each declared name, in their order; empty after ``shutdown`` and ``suspend``.
+        names: all that were ever declared, in the order in which each came first.
     """
 
     def __init__(self) -> None:
         self.keys: dict[str, int] = {}
-        self._first: dict[str, None] = {}  # all names ever declared, in the order in which each came first
+        self.names: dict[str, None] = {}
 
     def declare(self, name: str) -> int:
         """Give a name the next key, unless it has one; return 0. It may be called before ``init``.
@@ -37,7 +37,7 @@ class DeclaredNames:
         """
         if not isinstance(name, str):
             raise ValueError(explain("declare takes a name", value=type(name).__name__, fix="give a str"))
-        self._first.setdefault(name)
+        self.names.setdefault(name)
         self.keys.setdefault(name, len(self.keys))
         return 0
 
@@ -47,34 +47,8 @@ class DeclaredNames:
             for name in sorted(names):
                 self.declare(f"byteps.{prefix}{name}")
 
-    def declare_again(self) -> None:
-        """Declare all names that were ever declared, in their first order, so that keys are those from before a suspension."""
-        for name in self._first:
-            self.declare(name)
 
-
-class _Speed:
-    """How many bytes operations by name carry in a second: a mean over at least ten seconds."""
-
-    def __init__(self) -> None:
-        self._world: HorovodState | None = None
-        self.since_s, self._num_bytes = 0.0, 0
-        self._found = (0, 0.0)
-
-    def look(self, world: HorovodState) -> tuple[int, float]:
-        """Return the newest (milliseconds since 1970, megabytes a second); begin to measure in a new world."""
-        now, moved = time.monotonic(), world.engine.world.moved_bytes
-        if world is not self._world:
-            self._world, self._found = world, (0, 0.0)
-        elif now - self.since_s >= _SPEED_S:
-            self._found = (int(time.time() * 1e3), (moved - self._num_bytes) / 1e6 / (now - self.since_s))
-        else:
-            return self._found
-        self.since_s, self._num_bytes = now, moved
-        return self._found
-
-
-declared, speed = DeclaredNames(), _Speed()
+declared, speed = DeclaredNames(), Speed()
 _basics = HorovodBasics()
 
 
@@ -160,7 +134,8 @@ def resume(num_workers: int, num_servers: int, global_rank: int, context: Any = 
         raise UsageError(
             explain(what, value=f"resume({num_workers}, {num_servers}, {global_rank})", rank=rank, fix=fix)
         )
-    declared.declare_again()
+    for name in declared.names:  # in their first order, so that keys are those from before
+        declared.declare(name)
 
 
 def size() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from guozhuang.errors import explain
@@ -65,3 +66,17 @@ def check_compression(compression: Any) -> None:
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         fix = "give Compression.none, Compression.fp16, or an object with both"
         raise ValueError(explain("compression has no compress and decompress", value=compression, fix=fix))
+
+
+def compressed_mean(compression: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Be a hook of ``DistributedDataParallel``: compress a bucket, sum it over the ranks, divide it by their number."""
+    wire, context = compression.compress(bucket.buffer())
+    work = dist.all_reduce(wire, async_op=True)
+    size = dist.get_world_size()
+
+    def finish(_: Any) -> torch.Tensor:
+        received: torch.Tensor = compression.decompress(wire.div_(size), context)
+        return received
+
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(finish)
+    return summed

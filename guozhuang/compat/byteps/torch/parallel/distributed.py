@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
 from guozhuang import distributed
-from guozhuang.compat.horovod.torch.compression import Compression, check_compression
+from guozhuang.compat.horovod.torch.compression import Compression, check_compression, compressed_mean
 from guozhuang.errors import explain
 
 from ..optimizer import begin_with_zeros
@@ -58,7 +56,7 @@ class BytePSDataParallel(distributed.DistributedDataParallel):
         self.device_ids = list(device_ids)
         self.broadcast_buffers = broadcast_buffers
         if compression is not Compression.none:
-            self.register_comm_hook(compression, _compressed)
+            self.register_comm_hook(compression, compressed_mean)
 
     def synchronize(self) -> None:
         """Give parameters that no rank used in the last backward gradients of zeros; the others are averaged already."""
@@ -71,17 +69,3 @@ class BytePSDataParallel(distributed.DistributedDataParallel):
 
 
 DistributedDataParallel = BytePSDataParallel
-
-
-def _compressed(compression: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Compress a bucket, sum it over the ranks, divide it by their number, and decompress it."""
-    wire, context = compression.compress(bucket.buffer())
-    work = dist.all_reduce(wire, async_op=True)
-    size = dist.get_world_size()
-
-    def finish(_: Any) -> torch.Tensor:
-        received: torch.Tensor = compression.decompress(wire.div_(size), context)
-        return received
-
-    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(finish)
-    return summed
