@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
-from tests.launching import BPSLAUNCH, Launched, guozhuang, write
+from tests.launching import BPSLAUNCH, ROOT, Launched, guozhuang, python, write
 from tests.ranks import free_port
 from tests.waiting import until
 
@@ -158,6 +159,15 @@ def test_arguments_arrive_whole_and_a_line_goes_to_a_shell(tmp_path: Path) -> No
     words = [sys.executable, "-m", "guozhuang.compat.byteps.bpslaunch", "sh", "-c", 'echo "$RANK $0"', "a b"]
     done = bpslaunch(*words, folder=tmp_path, **ONE)
     assert (done.returncode, done.stdout) == (0, "0 a b\n")
+
+
+def test_the_command_that_the_extra_installs(tmp_path: Path) -> None:
+    folder = ROOT / "packaging" / "byteps"
+    [entry] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["scripts"].values()
+    module, _, function = entry.partition(":")
+    text = f"import sys; sys.argv[1:] = ['echo', 'a  b']; from {module} import {function}; {function}()"
+    done = python("-c", text, folder=tmp_path, PYTHONPATH=f"{folder}:{ROOT}", **ONE)
+    assert (done.returncode, done.stdout) == (0, "a  b\n"), done.stderr
 
 
 @pytest.mark.parametrize(

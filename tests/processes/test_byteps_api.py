@@ -72,6 +72,7 @@ def case_integers_are_cut_towards_zero_and_scalars_stay(rank: int, size: int) ->
     for dtype in (torch.int32, torch.int64):
         assert bps.push_pull(torch.tensor(parts[rank], dtype=dtype), name=f"{dtype}").tolist() == expected
     assert bps.push_pull(torch.tensor([7 * (rank == 0)], dtype=torch.uint8), name="bytes").tolist() == [7 // size]
+    assert bps.push_pull(torch.ones(0, 2), name="nothing").shape == (0, 2)
     found = bps.push_pull(torch.tensor(0.25 + 0.5 * rank), name="loss")
     assert found.dim() == 0 and found.item() == 0.25 * size
 
