@@ -1,4 +1,4 @@
-"""PyTorch's process groups inside those of this package: gloo, with connections that can be cut, and NCCL for GPU tensors.
+"""Gloo groups with connections that can be cut, groups that a rank can abort, and NCCL for the GPU tensors of other groups.
 
 [Note: cutting a crossing]
 A rank that loses a peer raises within a second, but its partners on other nodes still wait for it in gloo: gloo reports
@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import os
 import socket
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,12 +24,55 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError, explain
-from guozhuang.groups import roll_call
+from guozhuang.groups import roll_call, subgroups
+from guozhuang.groups.agreement import STORE_S, store_of
+from guozhuang.groups.base import PythonGroup
+from guozhuang.net.client import within
 from guozhuang.net.interfaces import LOOPBACK, is_loopback, own_address_towards
 from guozhuang.net.store import innermost
 from guozhuang.units import ranks_text
 from guozhuang.watch.processes import open_descriptors
 from guozhuang.world import requested_gloo_interface
+
+_ABORTED, _NOTICES = "guozhuang/aborted", "the store, which tells whether a group was aborted"
+
+
+class Connections:
+    """The connections of a gloo group, which a rank can cut. It must be constructed before the group is made.
+
+    Meanwhile no other thread of this process should begin to listen on a socket.
+    """
+
+    def __init__(self) -> None:
+        self._before = {fd for fd, _ in _listeners()}
+        self._ours: set[tuple[str, int]] = set()
+
+    def learn(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+        """Learn, once the group is made, where its devices listen. Every rank of the group must call it.
+
+        Args:
+            store: a store that only this group uses.
+            rank: this process within the group.
+            size: the number of its ranks.
+            timeout_s: limit of the wait for the other ranks, in seconds.
+
+        Raises:
+            WorldError: a rank did not come in time; the text names it.
+        """
+        mine = sorted(name for fd, name in _listeners() if fd not in self._before)
+        self._ours = set(mine)
+        card, purpose = ",".join(f"{host} {port}" for host, port in mine), "to connect a gloo group"
+        for text in roll_call.call(store, "listens", rank, size, card, timeout_s, purpose=purpose, named=ranks_text):
+            self._ours |= {(host, int(port)) for host, port in (one.split() for one in text.split(",") if one)}
+
+    def cut(self) -> None:
+        """Shut down every connection, so that works fail on both ends. See [Note: cutting a crossing]."""
+        for fd in _sockets():
+            with contextlib.suppress(OSError), _borrowed(fd) as each:
+                if _is_stream(each) and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ends = (each.getsockname()[:2], each.getpeername()[:2])
+                    if any(end in self._ours for end in ends):
+                        each.shutdown(socket.SHUT_RDWR)
 
 
 class Crossing:
@@ -49,9 +93,8 @@ class Crossing:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float, address: str) -> None:
-        before = {fd for fd, _ in _listeners()}
+        self._connections = Connections()
         devices = _devices(address)
-        mine = sorted(name for fd, name in _listeners() if fd not in before)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = devices
         options._threads = 2 * len(devices)
@@ -63,11 +106,8 @@ class Crossing:
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
             group._register_backend(torch.device(device), kind, backend)
         self._group: Any = group
-        self._ours = set(mine)
         # A rank that closed its connections while another rank still connects would leave that one waiting for gloo's limit.
-        card, purpose = ",".join(f"{host} {port}" for host, port in mine), "to connect a gloo group"
-        for text in roll_call.call(store, "listens", rank, size, card, timeout_s, purpose=purpose, named=ranks_text):
-            self._ours |= {(host, int(port)) for host, port in (one.split() for one in text.split(",") if one)}
+        self._connections.learn(store, rank, size, timeout_s)
 
     @property
     def group(self) -> Any:
@@ -90,12 +130,7 @@ class Crossing:
 
     def cut(self) -> None:
         """Shut down every connection of the gloo group, so that works fail on both ends. See [Note: cutting a crossing]."""
-        for fd in _sockets():
-            with contextlib.suppress(OSError), _borrowed(fd) as each:
-                if _is_stream(each) and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    ends = (each.getsockname()[:2], each.getpeername()[:2])
-                    if any(end in self._ours for end in ends):
-                        each.shutdown(socket.SHUT_RDWR)
+        self._connections.cut()
 
 
 def choose_address(store: dist.Store, rank: int, others: Sequence[int]) -> str:
@@ -169,6 +204,83 @@ def _listeners() -> list[tuple[int, tuple[str, int]]]:
                 host, port = each.getsockname()[:2]
                 found.append((fd, (str(host), int(port))))
     return found
+
+
+class AbortableGroup:
+    """A group of some ranks, like that of :func:`subgroups.subgroup`, whose waiting collectives each of its ranks can end.
+
+    Every member must construct it, and no other rank. Collectives of it are called through ``torch.distributed``.
+
+    [Note: aborted or lost] Aborting ends the connections of the group, which its other ranks see as if this one were lost.
+    So a rank that aborts leaves a notice in the store first, and a rank whose collective has failed looks for one.
+
+    Args:
+        group: a group made by ``torch.distributed`` or registered with it.
+        members: ranks in ``group``, rising; this rank is one of them.
+
+    Attributes:
+        aborted_by: who aborted it, as "this rank" or "rank 3" of it; "" as long as this rank knows of nobody.
+
+    Raises:
+        WorldError: a member did not come within the time-out of the group; the text names it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+        backends = dist.get_backend_config(group).split(",")
+        has_gloo = len(members) > 1 and any(each.rpartition(":")[2] == "gloo" for each in backends)
+        connections = Connections() if has_gloo else None
+        made = subgroups.subgroup(group, members)
+        if connections is not None:
+            connections.learn(store_of(made), made.rank(), made.size(), subgroups.timeout_s(made))
+        self._group, self._connections, self._store = weakref.ref(made), connections, store_of(made)
+        self.aborted_by = ""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group.
+
+        Raises:
+            WorldError: it was destroyed, as all groups are with the default one.
+        """
+        found = self._group()
+        if found is None or not subgroups.is_open(found):
+            raise WorldError(explain("the process group was destroyed", fix="make a new one after init_process_group"))
+        return found
+
+    def abort(self) -> None:
+        """End waiting collectives, here and on the other ranks, with an error. The group is of no use then. Any thread."""
+        made = self._group()
+        if self.aborted_by or made is None or not subgroups.is_open(made):
+            return
+        self.aborted_by = "this rank"
+        with contextlib.suppress(WorldError, RuntimeError):
+            within(STORE_S, _NOTICES, lambda: self._store.set(_ABORTED, f"rank {made.rank()}"), rank=made.rank())
+        end_waits(made, self._connections)
+
+    def look(self) -> str:
+        """Look for another rank's notice, set ``aborted_by`` from it, and return that. See [Note: aborted or lost]."""
+        if not self.aborted_by:
+            with contextlib.suppress(WorldError, RuntimeError):
+                if within(STORE_S, _NOTICES, lambda: self._store.check([_ABORTED])):
+                    self.aborted_by = within(STORE_S, _NOTICES, lambda: self._store.get(_ABORTED)).decode()
+        return self.aborted_by
+
+
+def end_waits(made: Any, connections: Connections | None = None) -> None:
+    """End what waits in a group, here and on the other ranks, with an error. Any thread may call it.
+
+    Args:
+        made: a group made by ``subgroups.subgroup``.
+        connections: those of gloo, which has no call that ends a wait.
+    """
+    if isinstance(made, PythonGroup):
+        made.abort()
+        return
+    if connections is not None:
+        connections.cut()
+    for device in made._device_types:
+        with contextlib.suppress(Exception):  # gloo's does nothing; a group that raises is broken already
+            made._get_backend(device).abort()
 
 
 class OtherDevices:

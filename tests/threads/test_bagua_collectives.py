@@ -310,6 +310,66 @@ def test_helpers() -> None:
     assert flat.shape == (10,) and all(map(torch.equal, bagua.utils.unflatten(flat, some), some))
     bagua.utils.apply_flattened_call(some, lambda flat: flat.add_(1))
     assert (some[0] == 2).all() and (some[1] == 1).all()
+    bagua.utils.apply_flattened_call(some, lambda flat, factor: flat.mul_(factor), (3,))
+    assert (some[0] == 6).all() and (some[1] == 3).all()
     with pytest.raises(NotImplementedError, match="bagua_core"):
         bagua.get_backend("model")
     assert 0 < bagua.env.find_free_network_port() < 65536
+
+
+def _means_of_lists(rank: int, size: int) -> None:
+    some = [torch.full((2,), float(rank)), torch.ones(1)]
+    bagua.utils.apply_flattened_call(some, dist.all_reduce)
+    assert some[0].tolist() == [1.0, 1.0] and some[1].item() == 1.0
+
+
+def test_a_flattened_all_reduce_is_a_mean() -> None:
+    run_threads(_means_of_lists, 3)
+
+
+def test_tensors_with_names() -> None:
+    p: Any = torch.nn.Parameter(torch.arange(4.0))
+    assert not p.is_bagua_tensor()
+    with pytest.raises(AssertionError, match="needs getter_closure"):
+        p.ensure_bagua_tensor(setter_closure=lambda p, t: None)
+    named = p.ensure_bagua_tensor(
+        "weight", "net", lambda p: p.bagua_ensure_grad().grad, lambda p, t: setattr(p, "grad", t)
+    )
+    assert named is p and p.is_bagua_tensor() and (p.bagua_tensor_name, p.bagua_module_name) == ("weight", "net")
+    assert p.ensure_bagua_tensor().bagua_tensor_name == "weight"  # names stay
+    with pytest.raises(AssertionError, match="cannot be renamed"):
+        p.ensure_bagua_tensor("other")
+    p.ensure_bagua_tensor("weight", None, lambda p: p.bagua_ensure_grad().grad, lambda p, t: setattr(p, "grad", t))
+    assert p.bagua_getter_closure().tolist() == [0.0] * 4 and p.bagua_backend_tensor() is p.grad
+    flat = torch.arange(8.0)
+    p.bagua_set_storage(flat.untyped_storage(), 2)
+    assert p.grad.tolist() == [2.0, 3.0, 4.0, 5.0] and p.grad.data_ptr() == flat[2:].data_ptr()
+    p.bagua_setter_closure(torch.ones(4))
+    assert p.grad.sum() == 4
+    view = p.to_bagua_tensor("view")
+    assert view.data_ptr() == p.data_ptr() and view.bagua_tensor_name == "view" and view.bagua_backend_tensor() is view
+    view.bagua_set_storage(flat.untyped_storage(), 4)
+    assert view.tolist() == [4.0, 5.0, 6.0, 7.0]
+    with pytest.raises(UsageError, match="setter_closure"):
+        view.bagua_setter_closure(flat)
+    with pytest.raises(NotImplementedError, match="parameter"):
+        view.bagua_ensure_grad()
+    for name in ("bagua_mark_communication_ready", "bagua_mark_communication_ready_without_synchronization"):
+        with pytest.raises(NotImplementedError, match="bagua_core"):
+            getattr(p, name)()
+
+
+def _verbs_of_communicators(rank: int, size: int) -> None:
+    bagua.init_process_group()
+    comm = _get_default_group().get_global_communicator()
+    total = torch.empty(2)
+    comm.allreduce(torch.full((2,), rank + 1.0), total, bagua.ReduceOp.SUM)
+    assert total.tolist() == [6.0, 6.0]
+    comm.broadcast(total.fill_(rank), 2)
+    assert total.tolist() == [2.0, 2.0]
+    with pytest.raises(AttributeError, match="new_group"):
+        comm.new_group()
+
+
+def test_communicators_have_all_verbs() -> None:
+    run_threads(_verbs_of_communicators, 3)

@@ -441,7 +441,7 @@ def _own(rank: int, size: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
         others = [torch.empty_like(model.fc1.weight) for _ in range(2)]
-        dist.all_gather(others, model.fc1.weight.detach(), group=group.get_global_communicator().torch_group)
+        dist.all_gather(others, model.fc1.weight.detach(), group=group.torch_group)
         assert torch.equal(others[0], others[1])
         assert [name for name, _ in model.bagua_ddp.bagua_build_params()] == ["fc1.weight"]
         assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")

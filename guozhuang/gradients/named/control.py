@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ...groups.base import PythonGroup
-from ...groups.gloo import Crossing, choose_address
+from ...groups.gloo import Crossing, choose_address, end_waits
 from ...groups.shared_memory import SharedMemoryGroup
 from ...groups.subgroups import destroy, subgroup, timeout_s
 from . import collectives
@@ -112,13 +112,6 @@ class ChannelGroups:
 
     def _twin(self, group: dist.ProcessGroup, members: Sequence[int]) -> Any:
         made: Any = subgroup(group, members)
-        self._aborts.append(made.abort if isinstance(made, PythonGroup) else lambda: _abort(made))
+        self._aborts.append(lambda: end_waits(made))
         self._closes.append(lambda: destroy(made))
         return made
-
-
-def _abort(group: Any) -> None:
-    """Abort the backends of a PyTorch group that can be aborted, such as NCCL. See [Note: what a device has begun]."""
-    for device in group._device_types:
-        with contextlib.suppress(Exception):
-            group._get_backend(device).abort()

@@ -1,6 +1,6 @@
 """Bagua's interface for PyTorch: ranks, communicators, collectives, and ``model.with_bagua``, which any module has with it."""
 
-from . import algorithms, bucket, checkpoint, communication, contrib, data_parallel, env, moe, utils
+from . import algorithms, bucket, checkpoint, communication, contrib, data_parallel, env, moe, tensor, utils
 from .bucket import get_backend
 from .collectives import (
     allgather,
@@ -27,9 +27,11 @@ from .collectives import (
 from .communication import ReduceOp, add_to_groups, init_process_group
 from .distributed import BaguaModule, add_to_modules
 from .env import get_local_rank, get_local_size, get_rank, get_world_size
+from .tensor import BaguaTensor, add_to_tensors
 
 __all__ = [
     "BaguaModule",
+    "BaguaTensor",
     "ReduceOp",
     "algorithms",
     "allgather",
@@ -65,8 +67,10 @@ __all__ = [
     "scatter",
     "scatter_inplace",
     "send",
+    "tensor",
     "utils",
 ]
 
 add_to_groups()
 add_to_modules()
+add_to_tensors()

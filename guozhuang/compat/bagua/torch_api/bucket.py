@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .algorithms import AlgorithmImpl
 
-_NO_CORE = (
+NO_CORE = (
     "Guozhuang stands in for Bagua's Python interface; its Rust core (bagua_core) is not there: "
     "derive from GradientExchange or WeightExchange"
 )
@@ -29,7 +29,7 @@ def get_backend(model_name: str) -> None:
     Raises:
         NotImplementedError: always.
     """
-    raise NotImplementedError(_NO_CORE)
+    raise NotImplementedError(NO_CORE)
 
 
 class BaguaBucket:
@@ -85,7 +85,7 @@ class BaguaBucket:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("append_") or name in ("clear_ops", "bagua_backend_tensor"):
-            raise NotImplementedError(_NO_CORE)
+            raise NotImplementedError(NO_CORE)
         raise AttributeError(f"a bucket of this algorithm has no attribute {name}")
 
 

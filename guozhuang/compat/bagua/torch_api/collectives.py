@@ -3,13 +3,15 @@
 All members of the communicator ``comm`` must call each of them, in one order (None: all ranks); a rank that has the sentinel
 in its place returns at once. ``src`` and ``dst`` are ranks in the communicator, others than this one for ``send`` and ``recv``.
 Tensors are dense, of float32, float16, int64 or uint8, on any device that the group serves; sparse ones raise AssertionError,
-other dtypes RuntimeError, and sizes or ranks that do not fit UsageError, before anything is sent.
-An in-place tensor of n parts has this rank's part at its own place.
+other dtypes RuntimeError, and sizes or ranks that do not fit UsageError, before anything is sent. In a communicator that was
+aborted they return at once. An in-place tensor of n parts has this rank's part at its own place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,19 +19,39 @@ import torch.distributed as dist
 from torch import Tensor
 
 from guozhuang import world
-from guozhuang.errors import UsageError, explain
+from guozhuang.errors import UsageError, WorldError, explain
 
-from .communication import BaguaCommunicator, ReduceOp, communicator, divided, of_torch
+from .communication import ReduceOp, communicator, divided, of_torch
+from .communicators import VERBS, BaguaCommunicator
 
 _DTYPES = (torch.float32, torch.float16, torch.int64, torch.uint8)
 
 
+def _verb(function: Callable[..., None]) -> Any:
+    """Let a verb return, as one whose work is done, where it fails because a rank has aborted its communicator."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except (RuntimeError, WorldError):
+            here = communicator(signature.bind(*args, **kwargs).arguments.get("comm"))
+            if here is None or not here.ended_by_abort():
+                raise
+
+    VERBS[function.__name__] = call
+    return call
+
+
+@_verb
 def send(tensor: Tensor, dst: int, comm: Any = None) -> None:
     """Send a tensor to a rank, which must call :func:`recv`."""
     if (here := _checked(comm, tensor)) is not None:
         dist.send(tensor.detach().contiguous(), group=here.torch_group, group_dst=_other(here, dst))
 
 
+@_verb
 def recv(tensor: Tensor, src: int, comm: Any = None) -> None:
     """Receive a tensor that a rank sends with :func:`send`."""
     if (here := _checked(comm, tensor)) is not None:
@@ -38,6 +60,7 @@ def recv(tensor: Tensor, src: int, comm: Any = None) -> None:
         _write(tensor, flat)
 
 
+@_verb
 def broadcast(tensor: Tensor, src: int = 0, comm: Any = None) -> None:
     """Copy the tensor of rank ``src`` to all ranks, in place."""
     if (here := _checked(comm, tensor)) is not None:
@@ -46,6 +69,7 @@ def broadcast(tensor: Tensor, src: int = 0, comm: Any = None) -> None:
         _write(tensor, flat)
 
 
+@_verb
 def reduce(send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: Any = None) -> None:
     """Combine the tensors of all ranks in ``recv_tensor`` of rank ``dst``; that of other ranks stays as it is."""
     if (here := _checked(comm, send_tensor, recv_tensor)) is not None:
@@ -56,11 +80,13 @@ def reduce(send_tensor: Tensor, recv_tensor: Tensor, dst: int, op: ReduceOp = Re
             _write(recv_tensor, divided(flat, op, here))
 
 
+@_verb
 def reduce_inplace(tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, comm: Any = None) -> None:
     """Combine the tensors of all ranks in that of rank ``dst``."""
     reduce(tensor, tensor, dst, op, comm)
 
 
+@_verb
 def allreduce(send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: Any = None) -> None:
     """Combine the tensors of all ranks in ``recv_tensor``, which may be ``send_tensor``, on every rank."""
     if (here := _checked(comm, send_tensor, recv_tensor)) is not None:
@@ -72,11 +98,13 @@ def allreduce(send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.
         _write(recv_tensor, divided(flat, op, here))
 
 
+@_verb
 def allreduce_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: Any = None) -> None:
     """Combine the tensors of all ranks, in place."""
     allreduce(tensor, tensor, op, comm)
 
 
+@_verb
 def allgather(send_tensor: Tensor, recv_tensor: Tensor, comm: Any = None) -> None:
     """Join the tensors of all ranks in ``recv_tensor``, of any shape with n times the elements."""
     if (here := _checked(comm, send_tensor, recv_tensor)) is not None:
@@ -86,12 +114,14 @@ def allgather(send_tensor: Tensor, recv_tensor: Tensor, comm: Any = None) -> Non
         _write(recv_tensor, flat)
 
 
+@_verb
 def allgather_inplace(tensor: Tensor, comm: Any = None) -> None:
     """Fill a tensor of n parts, of which each rank has its own."""
     if (here := _checked(comm, tensor)) is not None:
         allgather(_parts(tensor, here)[here.rank()].clone(), tensor, comm)
 
 
+@_verb
 def gather(send_tensor: Tensor, recv_tensor: Tensor, dst: int, comm: Any = None) -> None:
     """Join the tensors of all ranks in ``recv_tensor`` of rank ``dst``; that of other ranks is not used."""
     if (here := _checked(comm, send_tensor, recv_tensor)) is not None:
@@ -105,12 +135,14 @@ def gather(send_tensor: Tensor, recv_tensor: Tensor, dst: int, comm: Any = None)
             _write(recv_tensor, torch.cat(parts))
 
 
+@_verb
 def gather_inplace(tensor: Tensor, count: int, dst: int, comm: Any = None) -> None:
     """Join parts of ``count`` elements in the tensor of rank ``dst``; a tensor of ``count`` elements is the part itself."""
     if (here := _checked(comm, tensor)) is not None:
         gather(_own_part(tensor, count, here, dst).clone(), tensor, dst, comm)
 
 
+@_verb
 def scatter(send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: Any = None) -> None:
     """Give each rank its part of ``send_tensor`` of rank ``src``; that of other ranks is not used."""
     if (here := _checked(comm, send_tensor, recv_tensor)) is not None:
@@ -122,6 +154,7 @@ def scatter(send_tensor: Tensor, recv_tensor: Tensor, src: int, comm: Any = None
         _write(recv_tensor, flat)
 
 
+@_verb
 def scatter_inplace(tensor: Tensor, count: int, src: int, comm: Any = None) -> None:
     """Give each rank its part, of ``count`` elements; a tensor of ``count`` elements is the part itself."""
     if (here := _checked(comm, tensor)) is not None:
@@ -135,6 +168,7 @@ def scatter_inplace(tensor: Tensor, count: int, src: int, comm: Any = None) -> N
             _write(tensor, flat)
 
 
+@_verb
 def reduce_scatter(send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: Any = None) -> None:
     """Combine the tensors of all ranks, and give each rank its part; ``send_tensor`` has n times the elements."""
     if (here := _checked(comm, send_tensor, recv_tensor)) is not None:
@@ -144,6 +178,7 @@ def reduce_scatter(send_tensor: Tensor, recv_tensor: Tensor, op: ReduceOp = Redu
         _write(recv_tensor, divided(flat, op, here))
 
 
+@_verb
 def reduce_scatter_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: Any = None) -> None:
     """Combine the tensors of all ranks; the result is in this rank's part, other parts stay as they are."""
     if (here := _checked(comm, tensor)) is not None:
@@ -154,6 +189,7 @@ def reduce_scatter_inplace(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, comm: An
         _write(tensor, flat)
 
 
+@_verb
 def alltoall(send_tensor: Tensor, recv_tensor: Tensor, comm: Any = None) -> None:
     """Give part r of ``send_tensor`` to rank r; ``recv_tensor`` gets the parts of ranks 0, 1, ... for this one."""
     if (here := _checked(comm, send_tensor, recv_tensor)) is not None:
@@ -164,11 +200,13 @@ def alltoall(send_tensor: Tensor, recv_tensor: Tensor, comm: Any = None) -> None
         _write(recv_tensor, flat)
 
 
+@_verb
 def alltoall_inplace(tensor: Tensor, comm: Any = None) -> None:
     """Exchange part r of the tensor with rank r's part for this rank."""
     alltoall(tensor, tensor, comm)
 
 
+@_verb
 def alltoall_v(
     send_tensor: Tensor,
     send_counts: Sequence[int],
@@ -202,25 +240,33 @@ def alltoall_v(
         _write(recv_tensor, flat)
 
 
+@_verb
 def alltoall_v_inplace(tensor: Tensor, counts: Sequence[int], displs: Sequence[int], comm: Any = None) -> None:
     """Exchange parts of any sizes in place; each pair of ranks gives each other equally many elements."""
     alltoall_v(tensor, counts, displs, tensor, counts, displs, comm)
 
 
+@_verb
 def barrier(comm: Any = None) -> None:
     """Wait until every member has called it."""
-    if (here := communicator(comm)) is not None:
+    if (here := _at_work(comm)) is not None:
         dist.barrier(group=here.torch_group)
 
 
 def _checked(comm: Any, *tensors: Tensor) -> BaguaCommunicator | None:
-    """Return the communicator, None if this rank is no member; raise if a tensor is of a kind that is not carried."""
-    here = communicator(comm)
+    """Return the communicator, None if there is nothing to do in it; raise if a tensor is of a kind that is not carried."""
+    here = _at_work(comm)
     for tensor in tensors if here is not None else ():
         assert tensor.layout is torch.strided, f"tensors must be dense, not of layout {tensor.layout}"
         if tensor.dtype not in _DTYPES:
             raise RuntimeError(f"unsupported tensor dtype {str(tensor.dtype).removeprefix('torch.')}")
     return here
+
+
+def _at_work(comm: Any) -> BaguaCommunicator | None:
+    """Return the communicator; None if this rank is no member, or it was aborted."""
+    here = communicator(comm)
+    return None if here is None or here.check_abort() else here
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -1,8 +1,4 @@
-"""Process groups and communicators: ``init_process_group``, ``new_group``, ``from_torch_group``, and what is sent in them.
-
-A communicator is a ``torch.distributed`` group, or the sentinel of a rank that is no member, with which every call returns at
-once. Which ranks share a node is found by comparing the nodes' identities, not from NODE_RANK.
-"""
+"""``init_process_group``, ``new_group``, ``from_torch_group``; objects and lists of tensors that are sent to all ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +14,25 @@ import torch.distributed as dist
 
 from guozhuang import world
 from guozhuang.errors import UsageError, explain
-from guozhuang.groups import subgroups
+from guozhuang.groups import AbortableGroup
 from guozhuang.watch.processes import node_identity
 
 from . import env
+from .communicators import BaguaCommunicator, BaguaProcessGroup, CommMember
+
+__all__ = [
+    "BaguaCommunicator",
+    "BaguaProcessGroup",
+    "CommMember",
+    "ReduceOp",
+    "allreduce_coalesced_inplace",
+    "broadcast_coalesced",
+    "broadcast_object",
+    "from_torch_group",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+]
 
 _LIMIT_S = 1800.0
 _TWICE = "trying to initialize the default process group twice!"
@@ -40,88 +51,7 @@ class ReduceOp(enum.IntEnum):
     AVG = 10
 
 
-class CommMember:
-    """Values of an argument ``comm`` that are no communicators.
-
-    Attributes:
-        WORLD: the communicator of all ranks.
-        NON_COMM_MEMBER: what a rank gets that is no member of a communicator; every collective returns at once with it.
-    """
-
-    WORLD = object()
-    NON_COMM_MEMBER = object()
-
-
-class BaguaCommunicator:
-    """The ranks that call a collective together.
-
-    Attributes:
-        torch_group: the group of ``torch.distributed`` that carries it.
-    """
-
-    def __init__(self, torch_group: dist.ProcessGroup) -> None:
-        self.torch_group = torch_group
-
-    def rank(self) -> int:
-        """Return the rank of this process in this communicator."""
-        return self.torch_group.rank()
-
-    def nranks(self) -> int:
-        """Return the number of ranks."""
-        return self.torch_group.size()
-
-
-class BaguaProcessGroup:
-    """Some ranks, with communicators of all of them, of those of this rank's node, and of one rank of each node.
-
-    Attributes:
-        ranks: ranks in the default group, rising.
-        stream: the stream that was given; nothing runs on it.
-        group_name: "1", "2" and so on for those of ``new_group``; "0" for the default group.
-    """
-
-    def __init__(
-        self, torch_group: dist.ProcessGroup | None, ranks: Sequence[int], nodes: Sequence[str], stream: Any, name: str
-    ) -> None:
-        self.ranks, self.stream, self.group_name = sorted(ranks), stream, name
-        self._group = None if torch_group is None else weakref.ref(torch_group)
-        self._nodes = list(nodes)  # of each rank of the default group
-        self._made: dict[tuple[int, ...], Any] = {}
-
-    def get_global_communicator(self) -> Any:
-        """Return the communicator of all members; the sentinel on a rank that is none."""
-        return self._of(self.ranks)
-
-    def get_intra_node_communicator(self) -> Any:
-        """Return the communicator of the members on this rank's node. Each of them must call it at its first use."""
-        here = self._nodes[dist.get_rank()]
-        return self._of([rank for rank in self.ranks if self._nodes[rank] == here])
-
-    def get_inter_node_communicator(self) -> Any:
-        """Return the communicator of the members with the first member's local rank. Each must call it at its first use."""
-        first = self._local_rank(self.ranks[0])
-        return self._of([rank for rank in self.ranks if self._local_rank(rank) == first])
-
-    def _local_rank(self, rank: int) -> int:
-        return self._nodes[:rank].count(self._nodes[rank])
-
-    def _of(self, ranks: Sequence[int]) -> Any:
-        whole = None if self._group is None else self._group()
-        if dist.get_rank() not in ranks or self._group is None:
-            return CommMember.NON_COMM_MEMBER
-        if whole is None or not subgroups.is_open(whole):
-            fix = "make a new one after init_process_group"
-            raise UsageError(explain("the process group was destroyed", value=self.ranks, fix=fix))
-        key = tuple(ranks)
-        if key not in self._made:
-            same = list(ranks) == self.ranks
-            group = whole if same else subgroups.subgroup(whole, [self.ranks.index(rank) for rank in ranks])
-            self._made[key] = weakref.ref(group)
-        found = self._made[key]()
-        assert found is not None, "torch.distributed keeps an open group"
-        return BaguaCommunicator(found)
-
-
+# The group of Bagua's of each group of PyTorch's.
 _torch_to_bagua_pg_map: weakref.WeakKeyDictionary[dist.ProcessGroup, BaguaProcessGroup] = weakref.WeakKeyDictionary()
 # How many groups ``new_group`` has made since the default group of the key was there.
 _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -165,7 +95,8 @@ def init_process_group(
     assert default is not None
     nodes: list[Any] = [None] * default.size()
     dist.all_gather_object(nodes, node_identity())
-    _torch_to_bagua_pg_map[default] = BaguaProcessGroup(default, range(default.size()), nodes, None, "0")
+    held = AbortableGroup(default, range(default.size()))
+    _torch_to_bagua_pg_map[default] = BaguaProcessGroup(held, range(default.size()), nodes, None, "0", default)
 
 
 def place() -> tuple[int, int]:
@@ -200,10 +131,10 @@ def new_group(ranks: Sequence[int] | None = None, stream: Any = None) -> BaguaPr
         what = f"ranks of a group are different numbers from 0 to {default.size() - 1}"
         raise UsageError(explain(what, value=members, fix="name each member once"))
     _counts[default] = _counts.get(default, 0) + 1
-    group = subgroups.subgroup(default, members) if default.rank() in members else None
-    made = BaguaProcessGroup(group, members, everyone._nodes, stream, str(_counts[default]))
-    if group is not None:
-        _torch_to_bagua_pg_map[group] = made
+    held = AbortableGroup(default, members) if default.rank() in members else None
+    made = BaguaProcessGroup(held, members, everyone._nodes, stream, str(_counts[default]))
+    if held is not None:
+        _torch_to_bagua_pg_map[held.group] = made
     return made
 
 
@@ -216,7 +147,8 @@ def from_torch_group(group: dist.ProcessGroup, stream: Any = None) -> BaguaProce
     everyone = _get_default_group()
     if group not in _torch_to_bagua_pg_map:
         ranks = dist.get_process_group_ranks(group)
-        _torch_to_bagua_pg_map[group] = BaguaProcessGroup(group, ranks, everyone._nodes, stream, group.group_name)
+        held, name = AbortableGroup(group, range(group.size())), group.group_name
+        _torch_to_bagua_pg_map[group] = BaguaProcessGroup(held, ranks, everyone._nodes, stream, name, group)
     return _torch_to_bagua_pg_map[group]
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from guozhuang.compat.horovod.common.variables import HorovodVariables
 from guozhuang.errors import WorldError, explain
 from guozhuang.gradients.named import NamedChannel, NamedEngine
-from guozhuang.groups.agreement import StepNotices
+from guozhuang.groups import StepNotices
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.world import World
 

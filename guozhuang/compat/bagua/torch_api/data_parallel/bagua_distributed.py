@@ -18,7 +18,8 @@ from guozhuang.errors import UsageError, explain
 
 from ..algorithms import Algorithm, AlgorithmImpl
 from ..bucket import BaguaBucket, buckets_of
-from ..communication import BaguaProcessGroup, _get_default_group, from_torch_group
+from ..communication import _get_default_group, from_torch_group
+from ..communicators import BaguaProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,7 +75,7 @@ class BaguaDistributedDataParallel:
         find_unused_parameters: bool = False,
     ) -> None:
         self.process_group = _group_of(process_group)
-        self._group: dist.ProcessGroup = self.process_group.get_global_communicator().torch_group
+        self._group: dist.ProcessGroup = self.process_group.torch_group
         self.bagua_optimizers = _checked_optimizers(optimizers)
         if not isinstance(algorithm, Algorithm):
             fix = 'give e.g. bagua.torch_api.algorithms.Algorithm.init("gradient_allreduce")'
