@@ -63,11 +63,14 @@ class Failure:
         """Return the last lines that the rank printed after its traceback, or of all its lines if it has no traceback."""
         return _last_lines(self.lines[self._place[1] :])
 
+    @functools.cached_property
+    def _exception_line(self) -> str | None:
+        return None if self._found is None else tracebacks.exception_line(self.lines[slice(*self._found)])
+
     @property
     def stated(self) -> str:
-        """Return the line of the traceback that names the exception; "" without a traceback."""
-        own = self.lines[slice(*self._found)] if self._found and self.traceback else ()
-        return next((line for line in reversed(own) if line and not line.startswith((" ", "\t"))), "")
+        """Return the line of the traceback that names the exception; "" without a traceback, or if the line is missing."""
+        return (self._exception_line or "") if self.traceback else ""
 
     @property
     def was_leaving(self) -> bool:
@@ -77,6 +80,15 @@ class Failure:
         """
         is_terminated = self.exitcode == -signal.SIGTERM
         return is_terminated and self._found is not None and len(self.lines) - self._found[1] <= _LEAVING_LINES
+
+    @property
+    def _was_printing(self) -> bool:
+        """Return whether SIGTERM ended the rank while it printed its traceback, so that its exception may not be known.
+
+        Python may write the name, the colon and the text of the exception one by one, so a name alone may lack its text.
+        """
+        line = self._exception_line
+        return self.was_leaving and (line is None or (line != "" and not line.partition(":")[2].strip()))
 
     @property
     def code(self) -> int:
@@ -96,17 +108,29 @@ class Failure:
 
     @property
     def _distance(self) -> int:
-        """Return how far this failure is from the cause: 0: may be it; 1: the rank lost a peer; 2: the launcher ended it."""
+        """Return how far this failure is from the cause.
+
+        0: it may be the cause. 1: the rank lost a peer; or the launcher ended it before it had printed which exception it
+        raised, and that may have been a lost peer. 2: the launcher ended it.
+        """
         if self.code == -signal.SIGTERM:
             return 2
-        is_crash = self.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-        return int(not is_crash and tracebacks.speaks_of_lost_peer(self.traceback or self.lines[-_LAST_LINES:]))
+        if self.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS):
+            return 0
+        if self._was_printing:
+            return 1
+        printed = self.traceback or self.lines[-_LAST_LINES:]
+        if self.traceback and self._exception_line is None:
+            # Another thread has printed lines into the traceback, whose rest stands after them.
+            printed = self.lines[self._place[0] :]
+        return int(tracebacks.speaks_of_lost_peer(printed))
 
 
 def first(failures: Mapping[int, Failure]) -> int:
     """Return the rank whose failure most likely caused the other failures.
 
-    A rank that the launcher ended (SIGTERM) or that reports a lost peer is the cause only if there is no other rank. Among
+    A rank that the launcher ended (SIGTERM) or that reports a lost peer is the cause only if there is no other rank. So is a
+    rank that the launcher ended while it still printed its traceback, which may have been about to report a lost peer. Among
     the rest the earliest failure counts. At equal times (a clock may have a resolution of seconds) a signal comes before an
     exception, because a rank that was killed did not react to another rank's end.
     """

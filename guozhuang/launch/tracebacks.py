@@ -74,6 +74,21 @@ def with_message(lines: Sequence[str], end: int) -> int:
     return index if index - end <= _MAX_MESSAGE else end
 
 
+def exception_line(lines: Sequence[str]) -> str | None:
+    """Return the line of a traceback that names the exception ("" for a group of exceptions); None if it is missing.
+
+    It is missing if the process was ended while it printed the traceback, and if another thread printed a line meanwhile: then
+    the rest of the traceback stands after that line.
+
+    Args:
+        lines: the slice that ``last`` returned.
+    """
+    if lines[0].startswith(" "):
+        return ""
+    found = next((line for line in reversed(lines) if line.strip() and not line.startswith((" ", "\t"))), "")
+    return None if _HEAD.match(found) or found in CHAINED else found
+
+
 def speaks_of_lost_peer(lines: Sequence[str]) -> bool:
     """Return whether an exception reports that another rank ended, so that it is not the cause itself.
 

@@ -68,6 +68,48 @@ def test_who_raised_and_was_ended_while_leaving_is_the_cause() -> None:
     assert first({0: failed(0, 1, 10.2, raised("ValueError: boom")), 1: handled}) == 0
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param([], id="before the exception"),
+        pytest.param(["           "], id="in the middle of a line"),
+        pytest.param(["RuntimeError"], id="before its text"),
+        pytest.param(["RuntimeError: "], id="between colon and text"),
+        pytest.param(
+            ["OSError: no", "", tracebacks.CHAINED[0], "", *raised("")[:3]], id="in the second one of a chain"
+        ),
+    ],
+)
+def test_who_was_ended_while_printing_its_traceback_is_no_cause_of_a_kill(last: list[str]) -> None:
+    """SIGTERM came because a faster rank had lost the killed one; the slower rank would have said so too."""
+    printing = failed(1, -signal.SIGTERM, 10.2, ["step 7", *raised("")[:3], *last], began=9.99)
+    killed, lost = failed(0, -signal.SIGKILL, 10.0), failed(2, 1, 10.1, raised(LOST), began=10.0)
+    assert first({0: killed, 1: printing}) == first({0: killed, 1: printing, 2: lost}) == 0
+    assert printing.is_reaction and printing.code == 1
+    assert first({1: printing, 2: lost}) == 1, "of two that may have lost a peer the earlier one"
+    assert first({1: printing, 2: failed(2, -signal.SIGTERM, 10.3)}) == 1
+
+
+@pytest.mark.parametrize("error", ["ValueError: boom", "AssertionError"])
+def test_who_raised_and_was_ended_after_the_traceback_is_the_cause_of_what_peers_lost(error: str) -> None:
+    leaving = failed(1, -signal.SIGTERM, 11.0, raised(error), began=10.0)
+    assert first({0: failed(0, 1, 10.2, raised(LOST)), 1: leaving}) == 1
+    assert leaving.stated == error
+
+
+def test_a_lost_peer_is_found_in_a_traceback_into_which_another_thread_printed() -> None:
+    """As threads of torch RPC do."""
+    text = raised("RuntimeError: eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)")
+    mixed = [
+        *text[:2],
+        "[W1127 20:33:28 tensorpipe_agent.cpp:917] RPC agent for trainer1 encountered an error",
+        *text[2:],
+    ]
+    lost = failed(1, 1, 9.9, mixed)
+    assert first({0: failed(0, -signal.SIGKILL, 10.0), 1: lost}) == 0 and lost.stated == ""
+    assert not failed(1, 1, 9.9, [*mixed[:-1], "ValueError: boom"]).is_reaction
+
+
 def test_in_the_same_moment_a_signal_comes_first() -> None:
     assert first({0: failed(0, 1, 10.0), 1: failed(1, -signal.SIGSEGV, 10.0)}) == 1
 
