@@ -100,7 +100,8 @@ class NodeRun:
         ranks = frozenset(int(rank) for rank in filtered.split(",")) if filtered else None
         is_alone = plan.num_local_ranks == 1 and self._config.max_nodes == 1
         is_plain = plan.copy_folder is None and not plan.timestamps and ranks is None
-        return Shown(plan.log_folder, not (may_inherit and is_alone and is_plain), ranks, plan.copy_folder)
+        is_piped = not (may_inherit and is_alone and is_plain)
+        return Shown(plan.log_folder, is_piped, ranks, plan.copy_folder, self._request.copy_prefix)
 
     def _failure(self, rank: int, code: int, pid: int, ended: float, error_file: str) -> Failure:
         """Return the ``Failure`` of a rank that ended at ``ended`` (of the monotonic clock), with its last lines."""

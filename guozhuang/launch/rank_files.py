@@ -23,12 +23,14 @@ class Shown:
         piped: whether ranks write into pipes that the agent reads; otherwise they inherit the agent's streams.
         local_ranks: the local ranks whose output is shown; None: all.
         copy_folder: folder where the agent writes a copy of the output that it reads from the pipes; None: no copies.
+        copy_prefix: as in ``Request``.
     """
 
     log_folder: str | None = None
     piped: bool = True
     local_ranks: frozenset[int] | None = None
     copy_folder: str | None = None
+    copy_prefix: str = ""
 
 
 class RankFiles(LogsSpecs):
@@ -86,8 +88,9 @@ class RankFiles(LogsSpecs):
         places = RankPlaces("", "", {})
         if shown.piped and shown.log_folder is None:
             is_shown = shown.local_ranks is None or local_rank in shown.local_ranks
-            copies = self._copies(rank, int(environ["WORLD_SIZE"]), is_replaced=number > 0)
-            places = self._output.pipes(rank, folder, is_shown, copies)
+            prefix = shown.copy_prefix.format_map(environ)
+            copies = self._copies(rank, int(environ["WORLD_SIZE"]), prefix, is_replaced=number > 0)
+            places = self._output.pipes(rank, folder, is_shown, copies, copy_prefix=prefix)
         elif shown.log_folder is not None:
             log = os.path.join(shown.log_folder, f"rank{rank}.log")
             if self._attempt == 1:
@@ -108,18 +111,18 @@ class RankFiles(LogsSpecs):
                 what = f"the output of a rank cannot be written to {path}: {error.strerror}"
                 raise UsageError(explain(what, fix="choose another --log-dir")) from error
 
-    def _copies(self, rank: int, size: int, is_replaced: bool) -> str | None:
-        """Create the folder for copies of a rank's output; the first process of a rank empties it. None: there are no copies.
+    def _copies(self, rank: int, size: int, prefix: str, is_replaced: bool) -> str | None:
+        """Create the folder for copies of a rank's output; the first process of a rank empties them. None: there are no copies.
 
         Raises:
             UsageError: the folder cannot be created in the first attempt; in later ones the run continues without copies.
         """
         if self._shown.copy_folder is None:
             return None
-        folder = copies_of(self._shown.copy_folder, rank, size)
+        folder = self._shown.copy_folder if prefix else copies_of(self._shown.copy_folder, rank, size)
         is_first = self._attempt == 1 and not (self._is_restart or is_replaced)
         try:
-            open_copies(folder, is_first)
+            open_copies(folder, is_first, prefix)
         except OSError as error:
             what = f"what rank {rank} prints cannot be written to {error.filename}: {error.strerror}"
             if is_first:
@@ -129,15 +132,20 @@ class RankFiles(LogsSpecs):
         return folder
 
 
-def open_copies(folder: str, is_first: bool) -> None:
-    """Make the folder for copies of a rank's output, with its files; ``is_first`` empties files of an earlier run.
+def open_copies(folder: str, is_first: bool, prefix: str = "") -> None:
+    """Make the folder for copies of a rank's output, with its files.
+
+    Args:
+        folder: the folder.
+        is_first: whether to empty the files, which an earlier run may have left.
+        prefix: what the names of the files begin with.
 
     Raises:
         OSError: a folder or file cannot be made; the error names it.
     """
     os.makedirs(folder, exist_ok=True)
     for name in ("stdout", "stderr"):
-        with open(os.path.join(folder, name), "wb" if is_first else "ab"):
+        with open(os.path.join(folder, prefix + name), "wb" if is_first else "ab"):
             pass
 
 

@@ -139,6 +139,8 @@ class Request:
             None: the agent inspects its own streams.
         finished: called when the ranks of this node have ended with 0, before the agent waits for the other nodes.
         members: the agents that meet, if not every one is that of a node with ranks; None: as many as --nnodes says.
+        copy_prefix: template of what the names of a rank's two files in the folder of --copy-output begin with, with variables
+            of the rank, as in ``node{GROUP_RANK}_``; "": each rank has a folder of its own, as in ``rank.0``.
     """
 
     extension: Extension = NO_EXTENSION
@@ -151,3 +153,4 @@ class Request:
     terminals: tuple[tuple[bool, bool], tuple[bool, bool]] | None = None
     finished: Callable[[], None] = _nothing
     members: Members | None = None
+    copy_prefix: str = ""

@@ -8,12 +8,14 @@ import pytest
 
 from tests import launching
 from tests.launching import write
+from tests.ranks import free_port
 
 SCRIPT = """
 import os, sys, time
 import bagua.torch_api as bagua
 bagua.init_process_group()
 assert os.environ["NODE_RANK"] == "0" and bagua.get_local_size() == 2
+print(f"port {os.environ['MASTER_PORT']}")
 print("rank", bagua.get_rank(), sys.argv[1:], os.environ.get("BAGUA_DEFAULT_BUCKET_SIZE"), flush=True)
 if "fail" in sys.argv:
     if bagua.get_rank() == 1:
@@ -25,7 +27,9 @@ if "fail" in sys.argv:
 @pytest.mark.parametrize("module", ["launch", pytest.param("run", marks=pytest.mark.slow)])
 def test_ranks_of_one_node(tmp_path: Path, module: str) -> None:
     script = write(tmp_path, SCRIPT)
-    own = ["--set_additional_flag", "--logdir", "logs", "--autotune_level", "1"] if module == "launch" else []
+    port = str(free_port())
+    own = ["--set_additional_flag", "--logdir", "logs", "--autotune_level", "1", "--master_port", port]
+    own = own if module == "launch" else []
     words = ["-m", f"guozhuang.compat.bagua.distributed.{module}", "--nproc_per_node", "2", *own]
     done = launching.python(*words, "--default_bucket_size", "4096", script, "a b", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -33,7 +37,9 @@ def test_ranks_of_one_node(tmp_path: Path, module: str) -> None:
     assert f"rank 0 {[*flags, 'a b']} 4096" in done.stdout.replace("[0] ", "")
     if own:
         assert "buckets are not searched for" in done.stderr
-        assert "rank 1" in (tmp_path / "logs" / "rank.1" / "stdout").read_text()
+        names = [f"node_0_local_rank_{rank}_{stream}" for rank in (0, 1) for stream in ("stderr", "stdout")]
+        assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == names
+        assert (tmp_path / "logs" / names[3]).read_text().startswith(f"port {port}\nrank 1 ")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 
 from guozhuang.compat.bagua.distributed import launch, options, run
 from guozhuang.compat.bagua.script import baguarun
+from guozhuang.launch.options.arguments import read
 
 LAUNCH = [
     ("t.py", "--nproc-per-node 1 --standalone t.py"),
@@ -21,17 +22,20 @@ LAUNCH = [
         "--nproc-per-node 1 --standalone --pass-local-rank local_rank --copy-output d -m a.b x",
     ),
     ("--no_python --autotune_level 1 sh -c", "--nproc-per-node 1 --standalone --no-python sh -c"),
+    # One node has the port that was asked for, and else a free one.
+    ("--master_port 29500 t.py", "--nproc-per-node 1 --master-port 29500 t.py"),
+    ("--master_addr h --master_port 0 t.py", "--nproc-per-node 1 --master-addr h --master-port 0 t.py"),
 ]
 RUN = [
-    ("t.py", "--max-restarts 3 t.py"),
-    ("--nnodes 1:2 --nproc_per_node 4 t.py -x", "--nnodes 1:2 --nproc_per_node 4 --max-restarts 3 t.py -x"),
+    ("t.py", "--nproc_per_node auto --max_restarts 3 t.py"),
+    ("--nnodes 1:2 --nproc_per_node 1 t.py -x", "--nnodes 1:2 --nproc_per_node 1 --max_restarts 3 t.py -x"),
     (
         "--standalone --max_restarts 0 -m a.b --nnodes 7",
-        "--standalone --max-restarts 0 --module a.b --nnodes 7",
+        "--nproc_per_node auto --standalone --max_restarts 0 --module a.b --nnodes 7",
     ),
     (
         "--rdzv_backend c10d --rdzv_endpoint h:1 --rdzv_id 5 --default_bucket_size 9 t.py",
-        "--rdzv_backend c10d --rdzv_endpoint h:1 --rdzv_id 5 --max-restarts 3 t.py",
+        "--nproc_per_node auto --rdzv_backend c10d --rdzv_endpoint h:1 --rdzv_id 5 --max_restarts 3 t.py",
     ),
 ]
 HOSTS = [
@@ -51,6 +55,26 @@ HOSTS = [
 def test_words(module: Any, given: str, wanted: str) -> None:
     words, _ = module.words_for(given.split())
     assert " ".join(words) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "restarts"),
+    [("t.py", "3", 5), ("--max_restarts 0 t.py", "3", 0), ("--nproc_per_node 2 --max_restarts 5 t.py", "2", 5)],
+)
+def test_variables_of_torchrun_go_before_defaults(
+    monkeypatch: pytest.MonkeyPatch, given: str, ranks: str, restarts: int
+) -> None:
+    for name, value in (("NPROC_PER_NODE", "3"), ("MAX_RESTARTS", "5"), ("RDZV_BACKEND", "c10d"), ("STANDALONE", "1")):
+        monkeypatch.setenv(f"PET_{name}", value)
+    words, _ = run.words_for(given.split())
+    found = read(words)  # as `guozhuang run` reads them, which takes the rest from the variables
+    assert (found.nproc_per_node, found.max_restarts) == (ranks, restarts)
+    assert (found.rdzv_backend, found.standalone) == ("c10d", True)
+
+
+def test_a_variable_that_cannot_be(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PET_STANDALONE", "yes")
+    assert run.main(["t.py"]) == 2 and "neither by its PET_ variable" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

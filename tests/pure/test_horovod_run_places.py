@@ -107,7 +107,7 @@ class FakeOutput:
     def begin(self, ranks: list[int]) -> None:
         pass
 
-    def pipes(self, rank: int, folder: str, shown: bool, copies: str | None) -> RankPlaces:
+    def pipes(self, rank: int, folder: str, shown: bool, copies: str | None, copy_prefix: str) -> RankPlaces:
         self.copies.append(copies)
         return RankPlaces("", "", {})
 

@@ -130,6 +130,7 @@ class Output:
         name: str = "",
         log: str | None = None,
         title: str = "",
+        copy_prefix: str = "",
     ) -> RankPlaces:
         """Open pipes or terminals for the output of a rank; return the paths by which the rank finds them.
 
@@ -142,6 +143,7 @@ class Output:
             name: shown instead of the rank, until ``rename`` gives another one; ``rank`` is then any number.
             log: a file to which the output of both streams is appended, in the order in which it was printed; None: none.
             title: a line to begin with where ``log`` has something in it already.
+            copy_prefix: what the names of the files in ``copies`` begin with.
         """
         paths: dict[int, str] = {}
         variables: dict[str, str] = {}
@@ -161,7 +163,7 @@ class Output:
             else:
                 way = NamedPipe(os.path.join(folder, _NAMES[descriptor]))
                 paths[descriptor] = way.path
-            path = os.path.join(copies, _NAMES[descriptor]) if copies else copies if log is None else log
+            path = os.path.join(copies, copy_prefix + _NAMES[descriptor]) if copies else copies if log is None else log
             copy = None if path is None else Copy(self._copies, path, title)
             screen, colour = target.screen if shown else None, shown and target.colour
             stream = Stream(way, name or rank, self.traces[rank], screen, colour, self._timestamps, copy)

@@ -28,6 +28,7 @@ _NO_SEARCH = "buckets are not searched for; BAGUA_DEFAULT_BUCKET_SIZE is taken, 
 _ONE_NODE = (
     "--host_list and --ssh_port are options of baguarun; bagua.distributed.launch starts the ranks of this node only"
 )
+_COPY = "node_{GROUP_RANK}_local_rank_{LOCAL_RANK}_"  # before stdout and stderr in the folder of --logdir
 _NO_NET = "Bagua-Net is a plug-in of NCCL and is not used"
 
 
@@ -66,7 +67,7 @@ def _launch(words: list[str], found: argparse.Namespace) -> int:
     for note in _notes(found):
         say(note)
     extension = dataclasses.replace(compat.extension(), rank_variables={"NODE_RANK": "{cross_rank}"})
-    return agent.main(words, Request(extension, variables=variables))
+    return agent.main(words, Request(extension, variables=variables, copy_prefix=_COPY))
 
 
 def _notes(found: argparse.Namespace) -> list[str]:
