@@ -212,7 +212,8 @@ class AbortableGroup:
     Every member must construct it, and no other rank. Collectives of it are called through ``torch.distributed``.
 
     [Note: aborted or lost] Aborting ends the connections of the group, which its other ranks see as if this one were lost.
-    So a rank that aborts leaves a notice in the store first, and a rank whose collective has failed looks for one.
+    So a rank that aborts leaves a notice in the store first, and a rank whose collective has failed looks for one. If it
+    finds one, it ends its own connections too: another rank may wait for it, and has no connection to the one that aborted.
 
     Args:
         group: a group made by ``torch.distributed`` or registered with it.
@@ -263,6 +264,8 @@ class AbortableGroup:
             with contextlib.suppress(WorldError, RuntimeError):
                 if within(STORE_S, _NOTICES, lambda: self._store.check([_ABORTED])):
                     self.aborted_by = within(STORE_S, _NOTICES, lambda: self._store.get(_ABORTED)).decode()
+            if self.aborted_by and (made := self._group()) is not None:
+                end_waits(made, self._connections)
         return self.aborted_by
 
 

@@ -37,7 +37,9 @@ def _every_rank_aborts(rank: int, size: int, method: str) -> tuple[float, bool]:
     took_s = time.monotonic() - began_s
     timer.join()
     assert comm.check_abort()
-    bagua.allreduce_inplace(data, comm=comm)  # returns at once
+    bagua.allreduce_inplace(data, comm=comm)  # returns at once, as do these
+    bagua.communication.broadcast_coalesced([data], comm=comm)
+    assert bagua.communication.broadcast_object(rank, comm=comm) == rank
     total = torch.ones(1)
     dist.all_reduce(total)  # the default group goes on
     assert total.item() == size
@@ -75,6 +77,32 @@ def _one_rank_aborts(rank: int, size: int) -> str:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_rank_that_waits_for_one_that_aborts_is_told(backend: str) -> None:
     assert "rank 0 aborted a communicator" in run_ranks(_one_rank_aborts, 3, backend=backend)[2]
+
+
+def _ranks_that_wait_for_others(rank: int, size: int, method: str) -> float:
+    """Rank 0 aborts; others wait for their neighbours, and live on until all ranks have gone on."""
+    bagua.init_process_group()
+    comm = new_group().get_global_communicator()
+    comm.barrier()
+    began_s = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if rank == 0:
+            time.sleep(AFTER_S)
+            comm.abort()
+        elif method == "recv":
+            comm.recv(torch.zeros(2), rank - 1)
+        else:
+            comm.allreduce_inplace(torch.zeros(1000))
+    took_s = time.monotonic() - began_s
+    dist.barrier()
+    return took_s
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("method", ["recv", pytest.param("allreduce_inplace", marks=pytest.mark.slow)])
+def test_ranks_that_wait_for_other_ranks_go_on_too(backend: str, method: str) -> None:
+    assert max(run_ranks(_ranks_that_wait_for_others, 4, method, backend=backend)) < AFTER_S + 8
 
 
 def _one_rank_leaves(rank: int, size: int) -> None:

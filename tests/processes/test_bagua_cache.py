@@ -97,6 +97,21 @@ def test_ranks_share_a_server_that_ends_with_them(tmp_path: Path, hosts: list[di
     assert done.returncode == 0 and done.stdout.count("forty") == 2, done.stderr
 
 
+@pytest.mark.parametrize(("size", "address"), [(2, "127.0.0.1"), (4, "10.1.2.3")])
+def test_a_server_listens_where_other_nodes_reach_it(size: int, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, settings = [], []
+    for name, value in {"RANK": 0, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    monkeypatch.setattr(redis_store, "_redis", lambda: None)
+    monkeypatch.setattr(redis_store, "_run", settings.append)
+    monkeypatch.setattr(redis_store, "_wait", lambda *_: None)
+    # A host's own name may mean loopback on it: the route to the first rank tells its address then.
+    monkeypatch.setattr(redis_store, "own_address", lambda hints, others: asked.append(others) or "10.1.2.3")
+    RedisStore()
+    assert f"bind {address}\n" in settings[0] and asked == [["first"]] * (size > 2)
+
+
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="redis"):
         CacheLoader(backend="memory")

@@ -163,7 +163,7 @@ class ThreadGroup(PythonGroup):
     def all_to_all_single(
         self, output: Tensor, given: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> dist.Work:
-        rows = given.detach().clone().split(list(in_splits) or given.shape[0] // self.size())
+        rows = given.detach().clone().split(list(in_splits) or [given.shape[0] // self.size()] * self.size())
         found = self._of_all("all_to_all_single", rows, given.nbytes * (self.size() - 1) / self.size())
         output.detach().copy_(torch.cat([parts[self.rank()] for parts in found]).view_as(output))
         return _Ended([output])

@@ -18,6 +18,7 @@ from guozhuang.compat.bagua.torch_api.communication import (
     from_torch_group,
     new_group,
 )
+from guozhuang.compat.bagua.torch_api.communicators import VERBS
 from guozhuang.errors import UsageError
 
 from .ranks import run_threads
@@ -45,6 +46,9 @@ def _combined(rank: int, size: int) -> None:
     assert torch.equal(mean, summed / size)
     bagua.allreduce_inplace(values, op=bagua.ReduceOp.MAX)
     assert bool((values <= summed).all())
+    of_torch = torch.tensor([rank + 1])
+    bagua.allreduce_inplace(of_torch, dist.ReduceOp.MIN)  # by its name: its number is that of Bagua's MAX
+    assert of_torch.item() == 1
     whole = torch.tensor([7]) * (rank + 1)
     bagua.allreduce_inplace(whole, op=bagua.ReduceOp.AVG)
     assert whole.item() == 10 and whole.dtype == torch.int64
@@ -201,7 +205,10 @@ def test_communicators_of_a_node_and_between_nodes() -> None:
 def _refused(rank: int, size: int) -> None:
     with pytest.raises(RuntimeError, match="call init_process_group"):
         bagua.barrier()
-    bagua.init_process_group()
+    for numbers in ({"rank": 1 - rank}, {"world_size": 3}, {"local_world_size": 7}):
+        with pytest.raises(UsageError, match="the launcher's"):
+            bagua.init_process_group(**numbers)
+    bagua.init_process_group(rank=rank, world_size=size)
     with pytest.raises(RuntimeError, match="trying to initialize the default process group twice!"):
         bagua.init_process_group()
     one, two = torch.zeros(1), torch.zeros(2)
@@ -218,6 +225,10 @@ def _refused(rank: int, size: int) -> None:
         (bagua.alltoall_v_inplace, two, [1, 2], [0, 1]),
         (bagua.alltoall_v_inplace, two, [1], [0]),
         (bagua.broadcast, one, 2),
+        (bagua.communication.broadcast_coalesced, [one], 2),
+        (bagua.communication.allreduce_coalesced_inplace, [one], 4),
+        (bagua.communication.broadcast_object, None, 2),
+        (bagua.allreduce_inplace, one, dist.ReduceOp.PREMUL_SUM),
         (bagua.send, one, -1),
         (bagua.recv, one, rank),
         (bagua.barrier, "everybody"),
@@ -298,6 +309,13 @@ def _groups_and_gradients(rank: int, size: int) -> None:
 
 def test_patched_groups_and_gradients_of_all_reduce() -> None:
     run_threads(_groups_and_gradients, 3)
+
+
+def test_verbs_stand_in_both_modules() -> None:
+    assert VERBS.keys() >= {"allreduce", "alltoall_v_inplace", "broadcast_coalesced", "scatter"}
+    for name in ("get_backend", "new_group", "ReduceOp", "CommMember", "broadcast_object", *VERBS):
+        assert hasattr(bagua.communication, name)
+        assert getattr(bagua, name, None) in (None, getattr(bagua.communication, name))
 
 
 def test_helpers() -> None:

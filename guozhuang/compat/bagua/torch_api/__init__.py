@@ -1,8 +1,8 @@
 """Bagua's interface for PyTorch: ranks, communicators, collectives, and ``model.with_bagua``, which any module has with it."""
 
 from . import algorithms, bucket, checkpoint, communication, contrib, data_parallel, env, moe, tensor, utils
-from .bucket import get_backend
-from .collectives import (
+from .communication import (
+    ReduceOp,
     allgather,
     allgather_inplace,
     allreduce,
@@ -15,6 +15,8 @@ from .collectives import (
     broadcast,
     gather,
     gather_inplace,
+    get_backend,
+    init_process_group,
     recv,
     reduce,
     reduce_inplace,
@@ -24,7 +26,7 @@ from .collectives import (
     scatter_inplace,
     send,
 )
-from .communication import ReduceOp, add_to_groups, init_process_group
+from .communicators import add_to_groups
 from .distributed import BaguaModule, add_to_modules
 from .env import get_local_rank, get_local_size, get_rank, get_world_size
 from .tensor import BaguaTensor, add_to_tensors

@@ -19,8 +19,8 @@ from torch import nn
 
 from guozhuang.errors import UsageError, explain
 
-from .collectives import barrier
-from .communication import place
+from .communication import barrier
+from .communicators import place
 
 _log = logging.getLogger("guozhuang")
 _TRACKER = "latest_checkpointed_iteration.txt"

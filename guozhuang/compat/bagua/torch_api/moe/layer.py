@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from guozhuang.errors import UsageError, explain
 
-from ..communication import place
+from ..communicators import place
 from .gates import TopKGate
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import secrets
 import shutil
 import socket
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.net.interfaces import own_address
 
-from ...communication import place
+from ...communicators import place
 from ...env import find_free_network_port, get_local_rank, get_local_size
 from .store import ClusterStore, Key, Store, Value
 
@@ -155,7 +157,8 @@ def _started(capacity: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     rank, size = place()
     spans_nodes = size > _ranks_of_a_node()
     if get_local_rank() == 0:
-        host = socket.gethostbyname(socket.gethostname()) if spans_nodes else "127.0.0.1"
+        others = [os.environ.get("MASTER_ADDR", "127.0.0.1")]
+        host = own_address([socket.gethostname()], others) if spans_nodes else "127.0.0.1"
         mine = {"host": host, "port": find_free_network_port(), "password": secrets.token_hex(16)}
         settings = f"bind {host}\nport {mine['port']}\nrequirepass {mine['password']}\nmaxmemory {capacity}\n"
         _wait(_OneServer(mine), _run(settings), rank)
