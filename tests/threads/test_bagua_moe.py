@@ -34,6 +34,15 @@ def test_the_numbers_of_a_gate() -> None:
     torch.testing.assert_close(both.l_aux, found.l_aux)
 
 
+def test_a_gate_computes_in_float32_under_autocast() -> None:
+    gate, tokens = TopKGate(8, 4).eval(), torch.randn(16, 8)
+    torch.manual_seed(0)
+    plain = gate(tokens)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gate(tokens).combine, plain.combine)
+
+
 def test_places_run_out_and_tokens_may_be_left_out() -> None:
     same = torch.zeros(8, 4)
     same[:, 1] = 5.0

@@ -432,10 +432,16 @@ def _own(rank: int, size: int) -> None:
         model: Any = _made(rank)
         model._bagua_params_and_buffers_to_ignore = ["fc2.weight"]
         model.fc3.weight.expert = True
-        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.fc1, model.fc2, model.fc3)]
+        optimizers = [
+            torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (model.fc1, model.fc2, model.fc3)
+        ]
+        for part, optimizer in zip((model.fc1, model.fc2, model.fc3), optimizers, strict=True):
+            optimizer.state[part.weight]["momentum_buffer"] = torch.full_like(part.weight, float(rank))
         model.with_bagua(optimizers, Mine(), group)
         assert torch.equal(model.fc1.weight, _made(0).fc1.weight)
         assert torch.equal(model.fc2.weight, _made(rank).fc2.weight)
+        state = [optimizer.state[p]["momentum_buffer"] for optimizer in optimizers for p in optimizer.state]
+        assert [int(each.flatten()[0]) for each in state] == [0, rank, rank]
         x, y = _batches(rank, 1)[0]
         nn.functional.mse_loss(model(x), y).backward()
         for optimizer in optimizers:
@@ -453,11 +459,24 @@ def _own(rank: int, size: int) -> None:
         ([model], Algorithm.init("bytegrad"), UsageError, "list of optimizers"),
         ([torch.optim.LBFGS(model.parameters())], Algorithm.init("bytegrad"), UsageError, "LBFGS"),
         ([sgd], QAdamAlgorithm(QAdamOptimizer(model.parameters())), UsageError, "not one of"),
-        ([sgd], Algorithm.init("decentralized", peer_selection_mode="shift_one"), UsageError, "one node"),
     ]
+    model.with_bagua([sgd], Algorithm.init("gradient_allreduce"))
     for optimizers, algorithm, error, text in refused:
         with pytest.raises(error, match=text):
             model.with_bagua(optimizers, algorithm)
+    with pytest.raises(UsageError, match="list of optimizers"):
+        BaguaDDP(model, optimizers=sgd)  # type: ignore[arg-type]
+    (model(torch.ones(1, 2)) * rank).max().backward()
+    grads = [torch.empty_like(model.fc1.weight) for _ in range(size)]
+    dist.all_gather(grads, model.fc1.weight.grad)
+    assert torch.equal(grads[0], grads[2])  # what was refused has changed nothing
+    with pytest.raises(UsageError, match="one node"):
+        model.with_bagua([sgd], Algorithm.init("decentralized", peer_selection_mode="shift_one"))
+    ignoring = _made(0)
+    ignoring._ddp_params_and_buffers_to_ignore = ["fc2.weight"]  # type: ignore[assignment]
+    ignoring.fc3.weight.expert = True  # type: ignore[attr-defined]
+    only_first = [torch.optim.SGD(ignoring.fc1.parameters(), lr=0.1)]
+    ignoring.with_bagua(only_first, Algorithm.init("low_precision_decentralized"))  # type: ignore[operator]
     sparse: Any = nn.Embedding(3, 2, sparse=True)
     with pytest.raises(NotImplementedError, match="sparse-rows"):
         sparse.with_bagua([], Algorithm.init("bytegrad"))

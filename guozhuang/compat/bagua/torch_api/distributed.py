@@ -46,8 +46,6 @@ class BaguaModule:
             MismatchError: ranks hold different models.
         """
         module: Any = self
-        if (before := vars(module).get("bagua_ddp")) is not None:
-            before.end()
         train_by(module, optimizers, algorithm, process_group, do_flatten, find_unused_parameters=False)
         return module
 

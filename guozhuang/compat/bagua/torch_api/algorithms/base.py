@@ -13,6 +13,13 @@ from guozhuang.exchange import GradientExchange
 from guozhuang.exchange.weights import WeightExchange
 
 
+def local_names(module: torch.nn.Module) -> set[str]:
+    """Return the names of the parameters that stay on their rank: those that the module lists, and those of experts."""
+    lists = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
+    named = {str(name) for each in lists for name in getattr(module, each, ())}
+    return named | {name for name, p in module.named_parameters() if getattr(p, "expert", False)}
+
+
 class AlgorithmImpl:
     """A method at work on one model. Guozhuang's methods take the place of Bagua's hooks and operations.
 

@@ -14,7 +14,7 @@ from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentral
 from guozhuang.exchange.weights import WeightExchange
 
 from ..contrib.fuse.optimizer import is_fused_optimizer
-from .base import Algorithm, AlgorithmImpl
+from .base import Algorithm, AlgorithmImpl, local_names
 
 
 class DecentralizedAlgorithm(Algorithm):
@@ -107,7 +107,7 @@ class LowPrecisionDecentralizedImpl(AlgorithmImpl):
         assert not any(map(is_fused_optimizer, optimizers)), explain(
             "low_precision_decentralized cannot train with a fused optimizer", fix="leave out fuse_optimizer"
         )
-        ignored = {*getattr(module, "_bagua_params_and_buffers_to_ignore", ())}
+        ignored = local_names(module)
         held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in held and name not in ignored:

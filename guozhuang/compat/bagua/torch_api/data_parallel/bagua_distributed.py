@@ -17,9 +17,9 @@ from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
 
 from ..algorithms import Algorithm, AlgorithmImpl
+from ..algorithms.base import local_names
 from ..bucket import BaguaBucket, buckets_of
-from ..communication import _get_default_group, from_torch_group
-from ..communicators import BaguaProcessGroup
+from ..communicators import BaguaProcessGroup, _get_default_group, from_torch_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,12 +90,14 @@ class BaguaDistributedDataParallel:
         self._sync = True
         self._is_pending = self._was_loaded = False
         self._used: set[str] = set()
-        self.parameters_to_ignore = _ignored(module)
+        self.parameters_to_ignore = local_names(module)
         if sparse := [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]:
             what = "sparse gradients are not supported, as in Bagua"
             fix = "set sparse=False, or train with Guozhuang's strategy sparse-rows"
             raise NotImplementedError(explain(what, value=", ".join(sparse), fix=fix))
         self.bagua_algorithm.check(module, self.bagua_optimizers, do_flatten)
+        if (before := vars(module).get("bagua_ddp")) is not None:
+            before.end()
         self._ddp = self._begin(1)
         self._handles = [
             module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
@@ -163,8 +165,9 @@ class BaguaDistributedDataParallel:
                 bucket_cap_mb_list=[_bucket_bytes() / _MIB],
                 find_unused_parameters=self._find_unused,
             )
+        local = [p for name, p in module.named_parameters() if name in self.parameters_to_ignore]
         for optimizer in self.bagua_optimizers:
-            _send_state(optimizer, self._group)
+            _send_state(optimizer, self._group, local)
         exchange = method.gradients(forward, self.bagua_optimizers)
         if exchange is None:
             ddp.leave_gradients_local()
@@ -255,12 +258,6 @@ def _checked_optimizers(optimizers: Any) -> list[Optimizer]:
     return found
 
 
-def _ignored(module: nn.Module) -> set[str]:
-    lists = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_ignore")
-    named = {str(name) for each in lists for name in getattr(module, each, ())}
-    return named | {name for name, p in module.named_parameters() if getattr(p, "expert", False)}
-
-
 @contextmanager
 def _ignoring(module: nn.Module, names: set[str]) -> Iterator[None]:
     """Let the module name what PyTorch's wrapper leaves alone, inside the ``with`` block."""
@@ -276,11 +273,15 @@ def _ignoring(module: nn.Module, names: set[str]) -> Iterator[None]:
             vars(module)[name] = before
 
 
-def _send_state(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
-    """Give all ranks the options and the state of rank 0's optimizer. Every rank must call it."""
+def _send_state(optimizer: Optimizer, group: dist.ProcessGroup, local: Sequence[Tensor]) -> None:
+    """Give all ranks the options and the state of rank 0's optimizer, but for the parameters ``local``. Collective."""
     if group.size() == 1:
         return
     sent: list[Any] = [optimizer.state_dict() if group.rank() == 0 else None]
     dist.broadcast_object_list(sent, group_src=0, group=group)
     if group.rank() != 0:
+        kept = {p: optimizer.state[p] for p in local if p in optimizer.state}
         optimizer.load_state_dict(sent[0])
+        for p in local:
+            optimizer.state.pop(p, None)
+        optimizer.state.update(kept)

@@ -42,8 +42,6 @@ class DistributedDataParallel_V1_9_0(nn.Module):
         devices = sorted({str(p.device) for p in trained})
         if len(devices) > 1:
             raise ValueError(explain("the module lies on several devices", value=devices, fix="move it to one device"))
-        if (before := vars(module).get("bagua_ddp")) is not None:
-            before.end()
         self.module = module
         self.inner = train_by(module, optimizers, algorithm, process_group, True, find_unused_parameters)
 
@@ -128,5 +126,5 @@ def make_data_parallel(
             gradient_as_bucket_view=gradient_as_bucket_view,
         )
     return DistributedDataParallel_V1_9_0(
-        module, list(optimizers), algorithm or GradientAllReduceAlgorithm(), process_group, find_unused_parameters
+        module, optimizers, algorithm or GradientAllReduceAlgorithm(), process_group, find_unused_parameters
     )

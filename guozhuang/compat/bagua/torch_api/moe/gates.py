@@ -87,7 +87,8 @@ class TopKGate(nn.Module):
         seen = tokens.float()
         if self.policy == "Jitter" and self.training:
             seen = seen * torch.empty_like(seen).uniform_(1 - _JITTER, 1 + _JITTER)
-        logits = F.linear(seen, self.wg.weight.float())
+        with torch.autocast(seen.device.type, enabled=False):
+            logits = F.linear(seen, self.wg.weight.float())
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
         if self.k == 2:
             return top2(logits, factor)
