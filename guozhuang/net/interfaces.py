@@ -187,7 +187,8 @@ def variables_towards(master: str, environ: Mapping[str, str], asked: str | None
     if asked is not None:
         return variables(named(asked), environ, override=True)
     if environ.get(GLOO) and environ.get(NCCL):
-        return {}
+        # The user has chosen; torch RPC follows gloo, whose variable may list several interfaces.
+        return {} if environ.get(RPC) else {RPC: environ[GLOO].partition(",")[0]}
     return variables(towards(master), environ)
 
 

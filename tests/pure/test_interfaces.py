@@ -68,7 +68,8 @@ def test_variables_are_set_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) 
 def test_variables_towards_a_master() -> None:
     assert interfaces.variables_towards("127.0.0.1", {})[GLOO] == LOOPBACK
     # Both were set: the master's name need not even resolve.
-    assert interfaces.variables_towards("nosuch.invalid", {GLOO: "a", NCCL: "b"}) == {}
+    assert interfaces.variables_towards("nosuch.invalid", {GLOO: "a,c", NCCL: "b"}) == {RPC: "a"}
+    assert interfaces.variables_towards("nosuch.invalid", {GLOO: "a", NCCL: "b", RPC: "d"}) == {}
     assert interfaces.variables_towards("nosuch.invalid", {GLOO: "a"}, LOOPBACK)[GLOO] == LOOPBACK
 
 
