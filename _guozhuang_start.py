@@ -11,8 +11,10 @@ Our subclass is looked up when the first object is made; by then all parts of th
 store that a rank names by an address for that one: all ranks connect, none listens. Scripts for torch RPC choose an address of
 their own (MASTER_ADDR and MASTER_PORT, or ``init_method="tcp://..."``), where they wait for each other for half an hour, which
 is torch's time-out. ``guozhuang run`` notes the address of its own store in GUOZHUANG_RUN_STORE (``launch/rank.py``), and at
-every other one rank 0 listens, as without a launcher. What a rank starts inherits both variables; the ranks of a launcher among
-it have an error file of their own, which shows that the note is not about their store.
+every other one rank 0 listens, as without a launcher. Between hosts MASTER_ADDR may be loopback, where a passage leads to the
+launcher's store and to nothing else. A script that names MASTER_ADDR with a port of its own means rank 0's host, whose address
+then stands in GUOZHUANG_FIRST_HOST. What a rank starts inherits these variables; the ranks of a launcher among it have an error
+file of their own, which shows that the note is not about their store.
 
 [Note: an import never fails here] This module runs in every program that imports torch, most of which have nothing to do with
 Guozhuang. So a step that fails is said in the log, and the import goes on. Only a replacement of DDP, which the environment
@@ -85,10 +87,12 @@ def _know_own_stores(module: str) -> None:
     making = threading.local()
 
     @functools.wraps(create)
-    def make(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
+    def make(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
         making.is_own = is_own_store(hostname, port, os.environ)
+        if making.is_own and rank != 0:
+            hostname = host_of_own_store(hostname, port, world_size, os.environ)
         try:
-            return create(hostname, port, *args, **kwargs)
+            return create(hostname, port, rank, world_size, *args, **kwargs)
         finally:
             making.is_own = False
 
@@ -104,6 +108,28 @@ def is_own_store(host: str, port: int, environ: Mapping[str, str]) -> bool:
     kept_host, _, kept_port = address.rpartition(":")
     is_same_host = host.lower() == kept_host.lower() or {host.lower(), kept_host.lower()} <= _HERE
     return not (is_same_host and port == int(kept_port))
+
+
+def host_of_own_store(host: str, port: int, size: int, environ: Mapping[str, str]) -> str:
+    """Return the host on which a rank finds a store of the script's; for MASTER_ADDR of a run on several hosts the first host.
+
+    Args:
+        host, port: the address that the script gives.
+        size: the number of ranks that meet there; if they fit on this host, loopback may be meant.
+        environ: the environment of this rank.
+    """
+    kept_host = environ["GUOZHUANG_RUN_STORE"].partition(" ")[0].rpartition(":")[0]
+    first, local_size = environ.get("GUOZHUANG_FIRST_HOST", kept_host), environ.get("LOCAL_WORLD_SIZE", "")
+    if host.lower() not in _HERE or first in _HERE or not (local_size.isdecimal() and int(local_size) < size):
+        return host
+    if host == kept_host:
+        return first
+    logging.getLogger("guozhuang").warning(
+        "guozhuang: rank %s looks for a store of %d ranks on its own host, which has %s ranks, at %s:%d. If the script's "
+        "rank 0 is on the first host, give the script %s in place of %s",
+        *(environ.get("RANK", "?"), size, local_size, host, port, first, host),
+    )
+    return host
 
 
 def is_wanted() -> bool:

@@ -129,6 +129,31 @@ def test_a_store_of_the_scripts_own_is_told_from_that_of_the_launcher(
     assert start.is_own_store(host, port, {k: v for k, v in environ.items() if v is not None}) is is_own
 
 
+OVER_SSH = {"GUOZHUANG_RUN_STORE": "127.0.0.1:4711 /run/0", "GUOZHUANG_FIRST_HOST": "10.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+BY_HAND = {"GUOZHUANG_RUN_STORE": "10.0.0.1:29500 /run/0", "LOCAL_WORLD_SIZE": "2"}
+ON_ONE_MACHINE = {"GUOZHUANG_RUN_STORE": "127.0.0.1:29500 /run/0", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "host", "size", "found", "warns"),
+    [
+        pytest.param(OVER_SSH, "127.0.0.1", 3, "10.0.0.1", False, id="MASTER_ADDR is the first host"),
+        pytest.param(OVER_SSH, "127.0.0.1", 2, "127.0.0.1", False, id="all of them may be on this host"),
+        pytest.param(OVER_SSH, "localhost", 3, "localhost", True, id="this host cannot be meant"),
+        pytest.param(OVER_SSH, "10.0.0.2", 3, "10.0.0.2", False, id="a host is named"),
+        pytest.param(BY_HAND, "10.0.0.1", 3, "10.0.0.1", False, id="MASTER_ADDR names a host"),
+        pytest.param(BY_HAND, "localhost", 3, "localhost", True, id="this host cannot be meant by hand"),
+        pytest.param(ON_ONE_MACHINE, "localhost", 3, "localhost", False, id="all nodes are one machine"),
+    ],
+)
+def test_master_addr_with_a_port_of_the_scripts_own_is_the_first_host(
+    environ: dict[str, str], host: str, size: int, found: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert start.host_of_own_store(host, 29600, size, environ | {"RANK": "2"}) == found
+    text = f"rank 2 looks for a store of {size} ranks on its own host, which has 2 ranks, at {host}:29600. "
+    assert (text in caplog.text and f"give the script 10.0.0.1 in place of {host}" in caplog.text) is warns
+
+
 def test_rank_0_keeps_a_store_of_the_scripts_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)

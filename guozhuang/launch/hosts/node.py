@@ -32,6 +32,7 @@ from guozhuang.launch import agent
 from guozhuang.launch.console.say import say
 from guozhuang.launch.hosts import frames
 from guozhuang.launch.hosts.supervisor import decode, encode
+from guozhuang.launch.rendezvous.fixed import FIRST_HOST
 from guozhuang.launch.request import Extension, Request
 from guozhuang.launch.servers import VARIABLE as SERVERS
 from guozhuang.launch.servers import Servers
@@ -159,6 +160,7 @@ class Node:
             stack.callback(passage.close)
             own_port = passage[1]
         os.environ.update(interfaces.variables_towards(host, os.environ, self._config.interface))
+        os.environ[FIRST_HOST] = host
         return own_port
 
     def _close_doors(self) -> None:

@@ -32,6 +32,9 @@ from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.watch.processes import ENDED_BY_SIGTERM
 
 STORE_S = 300.0  # timeout in seconds of one operation of a store that an agent keeps
+# The variable that tells ranks the first host where MASTER_ADDR does not, since they reach the launcher's store by loopback.
+# ``_guozhuang_start`` reads it, for stores that a script keeps at a port of its own.
+FIRST_HOST = "GUOZHUANG_FIRST_HOST"
 _AGENTS = "guozhuang agents"  # prefix of the agents' keys in the store; all other keys belong to the ranks
 
 
@@ -59,6 +62,8 @@ class Attempt:
         node: the number of this node.
         shares: the shares of all nodes, in the order of their numbers. Who has no ranks does not count as a node for ranks.
         host, port: the address at which the ranks of this node reach the store.
+        first_host: name or address by which other nodes reach node 0, if ``host`` does not tell it, since a ``Passage`` leads
+            to the store; else "".
     """
 
     number: int
@@ -66,6 +71,7 @@ class Attempt:
     shares: Sequence[NodeShare]
     host: str
     port: int
+    first_host: str = ""
 
     def place(self, local_rank: int) -> dict[str, int]:
         """Return the rank, size and other numbers of a local rank, by their names in ``Extension.rank_variables``."""
@@ -99,6 +105,8 @@ class Attempt:
             "TORCHELASTIC_RESTART_COUNT": self.number,
             "TORCHELASTIC_USE_AGENT_STORE": True,
         }
+        if self.first_host:
+            found[FIRST_HOST] = self.first_host
         return {name: str(value) for name, value in found.items()}
 
 
@@ -224,7 +232,10 @@ class FixedRendezvous:
         except dist.DistNetworkError as error:
             raise OtherNodeError(self._others.who_is_gone()) from error
         assert self._node_rank is not None
-        return Attempt(self.attempt, self._node_rank, shares, *self._kept.local)
+        host, port = self._kept.local
+        known = self._kept.host or ""
+        first_host = known if host == LOOPBACK and known != LOOPBACK else ""
+        return Attempt(self.attempt, self._node_rank, shares, host, port, first_host)
 
     def _find_others(self) -> OtherAgents:
         """Connect to the store of node 0, and start to send heartbeats to the other agents there."""
