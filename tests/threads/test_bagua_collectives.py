@@ -253,9 +253,15 @@ def test_ranks_are_known_before_the_group(monkeypatch: pytest.MonkeyPatch) -> No
     for number, name in enumerate(names, 3):
         monkeypatch.setenv(name, str(number))
     assert [get() for get in asked] == [3, 4, 5, 6]
+    sampler = bagua.contrib.LoadBalancingDistributedSampler(range(8), lambda number: number)
+    assert (sampler.rank, sampler.num_replicas) == (3, 4)
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(UsageError, match="RANK"):
         bagua.get_rank()
+    assert bagua.env.get_default_bucket_size() == 10 << 20
+    monkeypatch.setenv("BAGUA_DEFAULT_BUCKET_SIZE", "0")
+    with pytest.raises(UsageError, match="BAGUA_DEFAULT_BUCKET_SIZE"):
+        bagua.env.get_default_bucket_size()
 
 
 @pytest.mark.parametrize(("rank", "size", "local_size"), [(-1, 2, 1), (2, 2, 1), (0, -1, 1), (0, 2, -1), (0, 2, 3)])

@@ -397,12 +397,20 @@ def _wrapper(rank: int, size: int) -> None:
         assert wrapped.bagua_train_step_counter == 3 and wrapped.inner.bagua_optimizers == [optimizer]
         with wrapped.no_sync():
             assert not wrapped.require_backward_grad_sync
+        wrapped.module.fc1.requires_grad_(False)  # the buckets are as they were until the next forward
+        named = dict(wrapped.module.named_parameters())
+        held = [t.data_ptr() for bucket in wrapped.bagua_buckets for t in bucket.tensors]
+        assert {named[name].data_ptr() for name in wanted} <= set(held)
+        alone = copy.deepcopy(wrapped)
+        assert alone.inner is None and not hasattr(alone, "parameters_to_ignore")
         for name in ("scatter", "to_kwargs", "gather", "join", "register_comm_hook"):
             with pytest.raises(NotImplementedError, match=name):
                 getattr(wrapped, name)
     # Warnings are caught for all threads at once, so one rank does it.
     with pytest.warns(UserWarning, match="PyTorch's class") if rank == 0 else nullcontext():
-        assert type(BaguaDDP(_Net(), broadcast_buffers=False)) is nn.parallel.DistributedDataParallel
+        of_bagua = bagua.communication._get_default_group()
+        made = BaguaDDP(_Net(), process_group=of_bagua, broadcast_buffers=False)
+        assert type(made) is nn.parallel.DistributedDataParallel
     with pytest.raises(AssertionError, match="requires a gradient"):
         BaguaDDP(_Net().requires_grad_(False))
 

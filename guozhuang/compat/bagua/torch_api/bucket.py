@@ -101,7 +101,7 @@ def buckets_of(
     """
     if ddp.reducer is not None:
         layout = ddp.reducer.named_layout() or [[name for name, _ in trained]]
-        held = dict(trained)
+        held = dict(zip(ddp.reducer.names, ddp.reducer.parameters, strict=True))
         return [
             BaguaBucket([held[name] for name in names], f"bucket_{i}", flatten=False) for i, names in enumerate(layout)
         ]

@@ -24,6 +24,8 @@ from .communicators import place
 
 _log = logging.getLogger("guozhuang")
 _TRACKER = "latest_checkpointed_iteration.txt"
+_MODEL = "mp_rank_00_model_states.pt"
+_STEPS = "expert_parallel_rank_{}_mp_rank_00_optim_states.pt"
 _EXPERT = re.compile(r"(?P<layer>(?:.*\.)?bagua_moe\.experts\.bagua_experts)\.(?P<number>\d+)\.(?P<rest>.+)")
 
 
@@ -46,27 +48,22 @@ def save_checkpoint(
         lr_scheduler: the schedule of its learning rate; None: none is saved.
     """
     if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
-        raise UsageError(explain("iteration is a whole number, at least 0", value=iteration, rank=_rank()))
+        raise UsageError(explain("iteration is a whole number, at least 0", value=iteration, rank=place()[0]))
     top = Path(checkpoints_path)
     folder = top / f"iter_{iteration:07d}"
     folder.mkdir(parents=True, exist_ok=True)
     shared, experts = _divided(model)
     steps = None if optimizer is None else optimizer.state_dict()
     for number, tensors in experts.items():
-        _write(folder / _expert_file(number), tensors)
+        _write(folder / f"expert_{number}_{_MODEL}", tensors)
     if experts:
-        _write(folder / _steps_file(), {"optimizer": steps})
-    if _rank() == 0:
-        rates = None if lr_scheduler is None else lr_scheduler.state_dict()
-        whole = {
-            "iteration": iteration,
-            "model": shared,
-            "optimizer": None if experts else steps,
-            "lr_scheduler": rates,
-        }
-        _write(folder / _model_file(), whole)
+        _write(folder / _STEPS.format(place()[0]), {"optimizer": steps})
+    if place()[0] == 0:
+        whole = {"iteration": iteration, "model": shared, "optimizer": None if experts else steps}
+        whole["lr_scheduler"] = None if lr_scheduler is None else lr_scheduler.state_dict()
+        _write(folder / _MODEL, whole)
     barrier()
-    if _rank() == 0:
+    if place()[0] == 0:
         _put(top / _TRACKER, lambda path: path.write_text(str(iteration)))
     barrier()
 
@@ -96,26 +93,30 @@ def load_checkpoint(
     tracker = top / _TRACKER
     if not tracker.exists():
         what = f"there is no {_TRACKER}, so nothing is loaded"
-        _log.warning("%s", explain(what, value=str(top), rank=_rank(), fix="give the folder of the checkpoints"))
+        _log.warning("%s", explain(what, value=str(top), rank=place()[0], fix="give the folder of the checkpoints"))
         return 0
     word = tracker.read_text().strip()
     if word != "release" and not (word.isascii() and word.isdigit()):
         fix = "write the number of a step into it, or `release`"
-        raise UsageError(explain(f"{tracker} names no iteration", value=word[:80], rank=_rank(), fix=fix))
+        raise UsageError(explain(f"{tracker} names no iteration", value=word[:80], rank=place()[0], fix=fix))
     folder = top / (word if word == "release" else f"iter_{int(word):07d}")
-    whole = _read(folder / _model_file())
+    whole = _read(folder / _MODEL)
     tensors = dict(whole["model"])
     _, experts = _divided(model)
     for number in experts:
-        tensors |= _renumbered(_read(folder / _expert_file(number)), -_first_expert(len(experts)))
+        tensors |= _renumbered(_read(folder / f"expert_{number}_{_MODEL}"), -min(experts))
     model.load_state_dict(tensors, strict=strict)
-    steps = _read(folder / _steps_file())["optimizer"] if experts and optimizer is not None else whole["optimizer"]
+    steps = (
+        _read(folder / _STEPS.format(place()[0]))["optimizer"]
+        if experts and optimizer is not None
+        else whole["optimizer"]
+    )
     for name, target, saved in (("optimizer", optimizer, steps), ("lr_scheduler", lr_scheduler, whole["lr_scheduler"])):
         if target is None:
             continue
         if saved is None:
             fix = f"leave out {name}, or save it too"
-            raise UsageError(explain(f"the checkpoint holds no {name}", value=str(folder), rank=_rank(), fix=fix))
+            raise UsageError(explain(f"the checkpoint holds no {name}", value=str(folder), rank=place()[0], fix=fix))
         target.load_state_dict(saved)
     return int(whole["iteration"] or 0)
 
@@ -129,38 +130,14 @@ def _divided(model: nn.Module) -> tuple[dict[str, Any], dict[int, dict[str, Any]
             shared[name] = value
         else:
             local.setdefault(int(found["number"]), {})[name] = value
-    first = _first_expert(len(local))
+    first = place()[0] * len(local)
     return shared, {first + number: _renumbered(tensors, first) for number, tensors in sorted(local.items())}
-
-
-def _first_expert(num_local: int) -> int:
-    return _rank() * num_local
 
 
 def _renumbered(tensors: dict[str, Any], by: int) -> dict[str, Any]:
     """Return the tensors under names with the numbers of experts raised."""
-    found = {}
-    for name, value in tensors.items():
-        parts = _EXPERT.fullmatch(name)
-        assert parts is not None
-        found[f"{parts['layer']}.{int(parts['number']) + by}.{parts['rest']}"] = value
-    return found
-
-
-def _rank() -> int:
-    return place()[0]
-
-
-def _model_file() -> str:
-    return "mp_rank_00_model_states.pt"
-
-
-def _expert_file(number: int) -> str:
-    return f"expert_{number}_{_model_file()}"
-
-
-def _steps_file() -> str:
-    return f"expert_parallel_rank_{_rank()}_mp_rank_00_optim_states.pt"
+    raised = lambda found: f"{found['layer']}.{int(found['number']) + by}.{found['rest']}"  # noqa: E731
+    return {_EXPERT.sub(raised, name): value for name, value in tensors.items()}
 
 
 def _write(path: Path, content: Any) -> None:
@@ -179,5 +156,5 @@ def _put(path: Path, write: Callable[[Path], Any]) -> None:
 def _read(path: Path) -> Any:
     if not path.exists():
         fix = "load with as many ranks and experts as it was saved with, from the same folder"
-        raise UsageError(explain("a file of the checkpoint is missing", value=str(path), rank=_rank(), fix=fix))
+        raise UsageError(explain("a file of the checkpoint is missing", value=str(path), rank=place()[0], fix=fix))
     return torch.load(path, map_location="cpu", weights_only=True)

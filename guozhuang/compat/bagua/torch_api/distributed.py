@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .algorithms import Algorithm
-from .bucket import BaguaBucket
 from .data_parallel.bagua_distributed import BaguaDistributedDataParallel
 
 
@@ -46,50 +45,8 @@ class BaguaModule:
             MismatchError: ranks hold different models.
         """
         module: Any = self
-        train_by(module, optimizers, algorithm, process_group, do_flatten, find_unused_parameters=False)
+        BaguaDistributedDataParallel(module, optimizers, algorithm, process_group, do_flatten)
         return module
-
-
-def train_by(
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    algorithm: Algorithm,
-    process_group: Any,
-    do_flatten: bool,
-    find_unused_parameters: bool,
-) -> BaguaDistributedDataParallel:
-    """Let an algorithm train a module from now on; ``bagua_ddp`` is the object that does so. Every rank must call it."""
-    made = BaguaDistributedDataParallel(
-        module, optimizers, algorithm, process_group, do_flatten, find_unused_parameters
-    )
-    held = vars(module)
-    held.update(bagua_ddp=made, bagua_algorithm=made.bagua_algorithm, bagua_buckets=_Buckets(made))
-    held["bagua_optimizers"] = _Optimizers(made.bagua_optimizers)
-    held.setdefault("bagua_module_name", f"{type(module).__name__}_{id(module)}")
-    return made
-
-
-class _Optimizers(list[Optimizer]):
-    """The optimizers of a module, which a copy of it does not have."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return type(None), ()
-
-
-class _Buckets(Sequence[BaguaBucket]):
-    """The buckets of a module as they are now; the engine may change them."""
-
-    def __init__(self, trained_by: BaguaDistributedDataParallel) -> None:
-        self._trained_by = trained_by
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._trained_by.bagua_buckets[place]
-
-    def __len__(self) -> int:
-        return len(self._trained_by.bagua_buckets)
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
 
 
 def add_to_modules() -> None:

@@ -28,11 +28,19 @@ def get_local_size() -> int:
     return _number("LOCAL_WORLD_SIZE", 1)
 
 
-def _number(name: str, default: int) -> int:
+def get_default_bucket_size() -> int:
+    """Return BAGUA_DEFAULT_BUCKET_SIZE, or 10 MiB if it is not set: the bytes of a bucket."""
+    default = 10 << 20
+    return _number("BAGUA_DEFAULT_BUCKET_SIZE", default, least=1, fix=f"leave it out for {default}")
+
+
+def _number(
+    name: str, default: int, least: int = 0, fix: str = "start the script with `guozhuang run`, which sets it"
+) -> int:
     text = os.environ.get(name, str(default)).strip()
-    if not (text.isascii() and text.isdigit()):
-        fix = "start the script with `guozhuang run`, which sets it"
-        raise UsageError(explain(f"environment variable {name} must be a whole number", value=text, fix=fix))
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        what = f"environment variable {name} must be a whole number, at least {least}"
+        raise UsageError(explain(what, value=text, fix=fix))
     return int(text)
 
 

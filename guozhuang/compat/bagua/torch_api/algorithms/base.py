@@ -20,7 +20,14 @@ def local_names(module: torch.nn.Module) -> set[str]:
     return named | {name for name, p in module.named_parameters() if getattr(p, "expert", False)}
 
 
-class AlgorithmImpl:
+class NotCopied:
+    """What a copy or a pickle of a module has None in place of: a copy of the model trains alone."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class AlgorithmImpl(NotCopied):
     """A method at work on one model. Guozhuang's methods take the place of Bagua's hooks and operations.
 
     A method of your own overrides :meth:`gradients`, or :meth:`weights` and one or more of the three moments. Forwards are
@@ -42,9 +49,6 @@ class AlgorithmImpl:
         self.exchange: WeightExchange[Any] | None = None
         self.state: Any = None
         self._group: dist.ProcessGroup | None = None
-
-    def __reduce__(self) -> Any:  # a copy of the model trains alone
-        return type(None), ()
 
     def need_reset(self, forward: int) -> bool:
         """Return whether to begin anew before this forward, from rank 0's weights."""

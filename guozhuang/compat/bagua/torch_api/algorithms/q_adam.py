@@ -17,7 +17,7 @@ from guozhuang.exchange.warmup import Warmup
 from guozhuang.optim import QAdam
 
 from .base import Algorithm, AlgorithmImpl
-from .gradients import in_levels
+from .gradient_allreduce import in_levels
 
 
 class QAdamOptimizer(QAdam):

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from guozhuang.errors import UsageError, explain
+
+from ..communicators import place
 
 
 class LoadBalancingDistributedSampler(Sampler[int]):
@@ -21,8 +22,8 @@ class LoadBalancingDistributedSampler(Sampler[int]):
     Args:
         dataset: has a length, and is indexed from 0.
         complexity_fn: returns the complexity of a sample, a number.
-        num_replicas: number of ranks; None: that of the default group.
-        rank: this rank; None: that in the default group.
+        num_replicas: number of ranks; None: that of the default group, or of the launcher before it is there.
+        rank: this rank; None: that in the default group, or of the launcher.
         shuffle: order the chunks at random, by seed and epoch, and add noise of ``random_level`` to the complexities.
         seed: equal on all ranks.
         drop_last: leave out the last chunk if it is not full.
@@ -43,8 +44,8 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         drop_last: bool = False,
         random_level: float = 0,
     ) -> None:
-        self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-        self.rank = dist.get_rank() if rank is None else rank
+        self.num_replicas = place()[1] if num_replicas is None else num_replicas
+        self.rank = place()[0] if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
             raise UsageError(explain(f"rank is a number from 0 to {self.num_replicas - 1}", value=rank))
         if not 0 <= random_level <= 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,15 @@ from torch.optim import Optimizer
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
 
+from .. import env
 from ..algorithms import Algorithm, AlgorithmImpl
-from ..algorithms.base import local_names
+from ..algorithms.base import NotCopied, local_names
 from ..bucket import BaguaBucket, buckets_of
 from ..communicators import BaguaProcessGroup, _get_default_group, from_torch_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_BUCKET_BYTES = 10 << 20
 _MIB = 1 << 20
 
 
@@ -42,7 +41,24 @@ class _Hook:
         return _Hook, ()
 
 
-class BaguaDistributedDataParallel:
+class _Optimizers(NotCopied, list[Optimizer]):
+    """The optimizers of a module."""
+
+
+class _Buckets(NotCopied, Sequence[BaguaBucket]):
+    """The buckets of a module as they are now; the engine may change them."""
+
+    def __init__(self, trained_by: BaguaDistributedDataParallel) -> None:
+        self._trained_by = trained_by
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._trained_by.bagua_buckets[place]
+
+    def __len__(self) -> int:
+        return len(self._trained_by.bagua_buckets)
+
+
+class BaguaDistributedDataParallel(NotCopied):
     """Trains a module on all ranks by an algorithm, through hooks on the module. ``module.bagua_ddp`` is one.
 
     Every rank must construct it. Parameters and buffers get rank 0's values (with Bagua, trained parameters only), and so do
@@ -110,9 +126,10 @@ class BaguaDistributedDataParallel:
             for name, p in self._trained():
                 hook = _Hook(lambda _, name=name: self._used.add(name))
                 self._handles.append(p.register_post_accumulate_grad_hook(hook))
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
+        held = vars(module)
+        held.update(bagua_ddp=self, bagua_algorithm=self.bagua_algorithm, bagua_buckets=_Buckets(self))
+        held["bagua_optimizers"] = _Optimizers(self.bagua_optimizers)
+        held.setdefault("bagua_module_name", f"{type(module).__name__}_{id(module)}")
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -162,7 +179,7 @@ class BaguaDistributedDataParallel:
                 module,
                 process_group=self._group,
                 forward_sync_buffers=False,
-                bucket_cap_mb_list=[_bucket_bytes() / _MIB],
+                bucket_cap_mb_list=[env.get_default_bucket_size() / _MIB],
                 find_unused_parameters=self._find_unused,
             )
         local = [p for name, p in module.named_parameters() if name in self.parameters_to_ignore]
@@ -226,14 +243,6 @@ class BaguaDistributedDataParallel:
 
     def _on_loaded(self, *_: Any) -> None:
         self._was_loaded = True
-
-
-def _bucket_bytes() -> int:
-    text = os.environ.get("BAGUA_DEFAULT_BUCKET_SIZE", str(_BUCKET_BYTES)).strip()
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        what, fix = "BAGUA_DEFAULT_BUCKET_SIZE is a number of bytes", f"leave it out for {_BUCKET_BYTES}"
-        raise UsageError(explain(what, value=text, fix=fix))
-    return int(text)
 
 
 def _group_of(group: Any) -> BaguaProcessGroup:

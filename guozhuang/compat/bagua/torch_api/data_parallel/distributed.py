@@ -15,7 +15,7 @@ from guozhuang.errors import explain
 
 from ..algorithms import Algorithm
 from ..algorithms.gradient_allreduce import GradientAllReduceAlgorithm
-from ..distributed import train_by
+from .bagua_distributed import BaguaDistributedDataParallel
 
 
 class DistributedDataParallel_V1_9_0(nn.Module):
@@ -43,7 +43,9 @@ class DistributedDataParallel_V1_9_0(nn.Module):
         if len(devices) > 1:
             raise ValueError(explain("the module lies on several devices", value=devices, fix="move it to one device"))
         self.module = module
-        self.inner = train_by(module, optimizers, algorithm, process_group, True, find_unused_parameters)
+        self.inner = BaguaDistributedDataParallel(
+            module, optimizers, algorithm, process_group, find_unused_parameters=find_unused_parameters
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module inside."""
@@ -66,12 +68,9 @@ class DistributedDataParallel_V1_9_0(nn.Module):
         if name in ("scatter", "to_kwargs", "gather", "join", "register_comm_hook"):
             what = f"{name} is not a method of Bagua's DistributedDataParallel"
             raise NotImplementedError(explain(what, fix="use guozhuang.DistributedDataParallel, which has it"))
-        if name.startswith("bagua_") and name != "bagua_module_name":
-            inner = vars(self).get("inner")
-            if inner is not None and hasattr(inner, name):
-                return getattr(inner, name)
-        if name in ("parameters_to_ignore", "process_group"):
-            return getattr(vars(self)["inner"], name)
+        of_inner = name.startswith("bagua_") or name in ("parameters_to_ignore", "process_group")
+        if of_inner and hasattr(inner := vars(self).get("inner"), name):
+            return getattr(inner, name)
         return super().__getattr__(name)
 
 
@@ -109,21 +108,25 @@ def make_data_parallel(
         AssertionError: no parameter requires a gradient.
         ValueError: the module lies on several devices; a group of another kind.
     """
-    chosen = (device_ids, output_device, dim, broadcast_buffers, check_reduction)
-    if chosen != (None, None, 0, True, False):
+    chosen = {
+        "device_ids": device_ids,
+        "output_device": output_device,
+        "dim": dim,
+        "broadcast_buffers": broadcast_buffers,
+        "check_reduction": check_reduction,
+    }
+    if tuple(chosen.values()) != (None, None, 0, True, False):
         what = "device_ids, output_device, dim, broadcast_buffers or check_reduction: PyTorch's class takes this module"
-        warnings.warn(explain(what, value=chosen, fix="leave them out to train by the algorithm"), stacklevel=2)
+        warnings.warn(
+            explain(what, value=tuple(chosen.values()), fix="leave them out to train by the algorithm"), stacklevel=2
+        )
         return torch.nn.parallel.DistributedDataParallel(
             module,
-            device_ids=device_ids,
-            output_device=output_device,
-            dim=dim,
-            broadcast_buffers=broadcast_buffers,
-            process_group=process_group,
+            process_group=getattr(process_group, "torch_group", process_group),
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
-            check_reduction=check_reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            **chosen,
         )
     return DistributedDataParallel_V1_9_0(
         module, optimizers, algorithm or GradientAllReduceAlgorithm(), process_group, find_unused_parameters
