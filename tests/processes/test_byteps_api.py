@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import time
+import warnings
 
 import pytest
 import torch
@@ -367,6 +368,18 @@ def case_data_parallel(rank: int, size: int) -> None:
             out.sum().backward()
         hook.remove()
         assert seen == [10.0]
+
+
+def case_data_parallel_with_buffers_of_its_own(rank: int, size: int) -> None:
+    net = TwoWays()
+    net.norm.running_mean.fill_(10.0 + rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = DistributedDataParallel(net, device_ids=[rank], broadcast_buffers=False)
+    assert net.norm.running_mean[0].item() == 10.0 and not model.broadcast_buffers
+    net.norm.running_mean.fill_(10.0 + rank)
+    model.eval()(torch.ones(4, 2))
+    assert net.norm.running_mean[0].item() == 10.0 + rank
 
 
 def case_data_parallel_compressed(rank: int, size: int) -> None:

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.waits
 
 # What they share: a task that can be learned, and its share of a rank.
 BEGIN = """
+import os, sys
 import torch, torch.nn as nn, torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -60,7 +61,6 @@ print(f"accuracy {found:.3f}")
 
 # With accumulation, a checkpoint that rank 0 alone loads, rates that change in each batch, and clipping.
 RESUMED = """
-import os
 import byteps.torch as bps
 bps.init()
 model = net()
@@ -99,20 +99,71 @@ for run in range(2):
 print(f"accuracy {bps.push_pull(torch.tensor(share_right(model, batches)), name='accuracy').item():.3f}")
 """
 
+# With buffers from rank 0, or with those of each rank.
 PARALLEL = """
 import byteps.torch as bps
 from byteps.torch.parallel import DistributedDataParallel as DDP
 bps.init()
 batches = loader(bps, 16)
-model = DDP(net(), device_ids=[bps.local_rank()])
+model = DDP(net(), device_ids=[bps.local_rank()], broadcast_buffers="own-buffers" not in sys.argv)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02 * bps.size(), momentum=0.5)
 bps.broadcast_optimizer_state(optimizer, root_rank=0)
 for epoch in range(8):
+    batches.sampler.set_epoch(epoch)
     model.train()
     for x, y in batches:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
+print(f"accuracy {bps.push_pull(torch.tensor(share_right(model, batches)), name='accuracy').item():.3f}")
+"""
+
+# Steps on one batch are timed, before and after the world is left and entered again.
+BENCHMARK = """
+import timeit
+import byteps.torch as bps
+bps.init()
+model, batch = net(), next(iter(loader(bps, 32)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02 * bps.size(), momentum=0.5)
+optimizer = bps.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+bps.broadcast_parameters(model.state_dict(), root_rank=0)
+bps.broadcast_optimizer_state(optimizer, root_rank=0)
+
+def benchmark_step():
+    optimizer.zero_grad()
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+def benchmark():
+    timeit.timeit(benchmark_step, number=10)
+    seconds = [timeit.timeit(benchmark_step, number=10) for _ in range(5)]
+    if bps.rank() == 0:
+        print(f"{32 * 50 / sum(seconds):.1f} samples a second on each of {bps.size()} ranks, {bps.local_size()} here")
+
+benchmark()
+place = bps.rank(), bps.size(), bps.local_rank()
+bps.suspend()
+bps.resume(1, 1, place[0])
+assert (bps.rank(), bps.size(), bps.local_rank()) == place
+benchmark()
+print(f"accuracy {bps.push_pull(torch.tensor(share_right(model, [batch])), name='accuracy').item():.3f}")
+"""
+
+# Accumulation as BytePS documents it, without names.
+ACCUMULATED = """
+import byteps.torch as bps
+bps.init()
+batches, model = loader(bps, 8), net()
+optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02 * bps.size(), momentum=0.5))
+optimizer.set_backward_passes_per_step(2)
+bps.broadcast_parameters(model.state_dict(), root_rank=0)
+for epoch in range(8):
+    model.train()
+    for number, (x, y) in enumerate(batches):
+        (F.cross_entropy(model(x), y) / 2).backward()
+        if number % 2 == 1:
+            optimizer.step()
+            model.zero_grad()
 print(f"accuracy {bps.push_pull(torch.tensor(share_right(model, batches)), name='accuracy').item():.3f}")
 """
 
@@ -134,23 +185,33 @@ for epoch in range(8):
 print(f"accuracy {push_pull(torch.tensor(share_right(model, batches)), name='accuracy').item():.3f}")
 """
 
-SCRIPTS = {"digits": DIGITS, "resumed": RESUMED, "parallel": PARALLEL, "crossing": CROSSING}
+SCRIPTS = {
+    "digits": DIGITS,
+    "resumed": RESUMED,
+    "parallel": PARALLEL,
+    "benchmark": BENCHMARK,
+    "accumulated": ACCUMULATED,
+    "crossing": CROSSING,
+}
+OTHERS = ("resumed", "parallel", "parallel own-buffers", "benchmark", "accumulated", "crossing")
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("words", "backend"),
     [
-        ("digits", ()),
-        *(pytest.param(name, (), marks=pytest.mark.slow) for name in ("resumed", "parallel", "crossing")),
-        pytest.param("digits", ("--backend", "gloo"), marks=pytest.mark.slow),
+        ("digits", "shm"),
+        *(pytest.param(each, "shm", marks=pytest.mark.slow) for each in OTHERS),
+        *(pytest.param(each, "gloo", marks=pytest.mark.slow) for each in ("digits", "resumed", "benchmark")),
     ],
 )
-def test_published_shapes_learn(tmp_path: Path, name: str, options: tuple[str, ...]) -> None:
+def test_published_shapes_learn(tmp_path: Path, words: str, backend: str) -> None:
+    name, *arguments = words.split()
     script = write(tmp_path, BEGIN + SCRIPTS[name])
-    done = guozhuang("run", "-np", 2, *options, script, folder=tmp_path, timeout_s=100)
+    done = guozhuang("run", "-np", 2, "--backend", backend, script, *arguments, folder=tmp_path, timeout_s=100)
     assert done.returncode == 0, done.stderr
     found = re.findall(r"accuracy ([0-9.]+)", done.stdout)
     assert len(found) == 2 and len(set(found)) == 1 and float(found[0]) > 0.9, done.stdout
+    assert not re.search(r"guozhuang/\S+: \w*Warning", done.stderr), done.stderr
 
 
 ASYNCHRONOUS = DIGITS.replace("lr=0.02 * bps.size(), momentum=0.5", "lr=0.01")

@@ -26,7 +26,7 @@ class BytePSDataParallel(distributed.DistributedDataParallel):
     Args:
         module: equal on all ranks.
         device_ids: one device; a module on the CPU stays there.
-        broadcast_buffers: whether buffers are broadcast before each forward.
+        broadcast_buffers: whether buffers are broadcast before each forward; at the start they are in any case.
         compression: the compressor of gradients that are sent.
 
     Raises:
@@ -52,7 +52,7 @@ class BytePSDataParallel(distributed.DistributedDataParallel):
             begin_with_zeros(module.parameters())
         is_on_cpu = all(p.device.type == "cpu" for p in module.parameters())
         chosen = None if is_on_cpu else list(device_ids)
-        super().__init__(module, chosen, broadcast_buffers=broadcast_buffers, find_unused_parameters=True)
+        super().__init__(module, chosen, forward_sync_buffers=broadcast_buffers, find_unused_parameters=True)
         self.device_ids = list(device_ids)
         self.broadcast_buffers = broadcast_buffers
         if compression is not Compression.none:
