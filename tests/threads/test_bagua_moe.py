@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,9 @@ class _Net(nn.Module):
 
 
 def _saved(rank: int, size: int, folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        checkpoint.save_checkpoint(1, folder / "early", nn.Linear(1, 1))
+    assert not (folder / "early").exists()
     bagua.init_process_group()
     assert checkpoint.load_checkpoint(folder, nn.Linear(1, 1)) == 0
 
@@ -192,7 +196,10 @@ def _saved(rank: int, size: int, folder: Path) -> None:
         checkpoint.load_checkpoint(folder / "plain", alone, torch.optim.SGD(alone.parameters()))
     with pytest.raises(UsageError, match="whole number"):
         checkpoint.save_checkpoint(-1, folder, net)
-    bagua.barrier()
+    bagua.communication._get_default_group().get_global_communicator().abort()
+    time.sleep(0.2 * rank)
+    checkpoint.save_checkpoint(3000, folder / "late", net)  # waits for all files though collectives return at once now
+    assert wanted <= {path.name for path in (folder / "late" / "iter_0003000").iterdir()}
     if rank == 0:
         tracker = folder / "latest_checkpointed_iteration.txt"
         tracker.write_text("newest")

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from guozhuang.errors import UsageError, explain
 
-from .communication import barrier
-from .communicators import place
+from .communicators import _get_default_group, place
 
 _log = logging.getLogger("guozhuang")
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -46,9 +46,15 @@ def save_checkpoint(
         model: the model; without experts it is rank 0's that is saved.
         optimizer: its optimizer; None: none is saved.
         lr_scheduler: the schedule of its learning rate; None: none is saved.
+
+    Raises:
+        UsageError: ``iteration`` is no such number.
+        RuntimeError: ``init_process_group`` was not called; nothing is written then.
     """
     if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
-        raise UsageError(explain("iteration is a whole number, at least 0", value=iteration, rank=place()[0]))
+        what, fix = "iteration is a whole number, at least 0", "give the number of steps made"
+        raise UsageError(explain(what, value=iteration, rank=place()[0], fix=fix))
+    everyone = _get_default_group().torch_group  # serves also when its communicator was aborted
     top = Path(checkpoints_path)
     folder = top / f"iter_{iteration:07d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,10 +68,10 @@ def save_checkpoint(
         whole = {"iteration": iteration, "model": shared, "optimizer": None if experts else steps}
         whole["lr_scheduler"] = None if lr_scheduler is None else lr_scheduler.state_dict()
         _write(folder / _MODEL, whole)
-    barrier()
+    dist.barrier(group=everyone)
     if place()[0] == 0:
         _put(top / _TRACKER, lambda path: path.write_text(str(iteration)))
-    barrier()
+    dist.barrier(group=everyone)
 
 
 def load_checkpoint(

@@ -368,7 +368,8 @@ def _check_tensor(tensor: Tensor) -> None:
 def _check_member(here: BaguaCommunicator, rank: int) -> None:
     if not 0 <= rank < here.nranks():
         what = f"src and dst are ranks of the communicator, from 0 to {here.nranks() - 1}"
-        raise UsageError(explain(what, value=rank, rank=here.rank()))
+        fix = "give the place of that rank among the ranks of the group, which may not be its rank in the world"
+        raise UsageError(explain(what, value=rank, rank=here.rank(), fix=fix))
 
 
 def _check_other(here: BaguaCommunicator, rank: int) -> None:
@@ -391,4 +392,6 @@ def _check_places(tensor: Tensor, counts: Sequence[int], begins: Sequence[int], 
     fits = fits and all(0 <= b <= b + c <= tensor.numel() for c, b in zip(counts[:n], begins[:n], strict=True))
     if not fits or any(count < 0 for count in counts[:n]):
         what = f"counts and displs name for each of {n} ranks a part inside the tensor's {tensor.numel()} elements"
-        raise UsageError(explain(what, value=(list(counts), list(begins))))
+        raise UsageError(
+            explain(what, value=(list(counts), list(begins)), fix="count in elements, not in rows or bytes")
+        )

@@ -34,9 +34,11 @@ class AsyncModelAverageAlgorithm(Algorithm):
         self, peer_selection_mode: Literal["all"] = "all", sync_interval_ms: int = 500, warmup_steps: int = 0
     ) -> None:
         if peer_selection_mode != "all":
-            raise UsageError(explain("peer_selection_mode of async is 'all'", value=peer_selection_mode))
+            fix = "leave it out, or take the algorithm decentralized"
+            raise UsageError(explain("peer_selection_mode of async is 'all'", value=peer_selection_mode, fix=fix))
         if warmup_steps < 0:
-            raise UsageError(explain("warmup_steps is a number of forwards, at least 0", value=warmup_steps))
+            what = "warmup_steps is a number of forwards, at least 0"
+            raise UsageError(explain(what, value=warmup_steps, fix="leave it out for no warm-up"))
         self.peer_selection_mode, self.sync_interval_ms = peer_selection_mode, sync_interval_ms
         self.warmup_steps = warmup_steps
 

@@ -47,9 +47,11 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         self.num_replicas = place()[1] if num_replicas is None else num_replicas
         self.rank = place()[0] if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
-            raise UsageError(explain(f"rank is a number from 0 to {self.num_replicas - 1}", value=rank))
+            what = f"rank is a number from 0 to {self.num_replicas - 1}, below num_replicas"
+            raise UsageError(explain(what, value=self.rank, fix="give both, or none"))
         if not 0 <= random_level <= 1:
-            raise UsageError(explain("random_level is a number from 0 to 1", value=random_level))
+            fix = "give 0 for no noise"
+            raise UsageError(explain("random_level is a number from 0 to 1", value=random_level, fix=fix))
         num = len(dataset)
         if num == 0:
             raise UsageError(explain("the dataset is empty", value=dataset, fix="give one with samples"))
@@ -109,7 +111,8 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         if not isinstance(sampler, LoadBalancingDistributedSampler):
-            raise UsageError(explain("sampler is a LoadBalancingDistributedSampler", value=sampler))
+            fix = "make one of the dataset"
+            raise UsageError(explain("sampler is a LoadBalancingDistributedSampler", value=sampler, fix=fix))
         if sampler.drop_last:
             raise UsageError(
                 explain("the sampler drops samples", value="drop_last=True", fix="give it drop_last=False")

@@ -71,7 +71,7 @@ class TopKGate(nn.Module):
             raise UsageError(explain("a token goes to one or two experts", value=f"k={k}", fix="give k=1 or k=2"))
         policy = None if noisy_gate_policy == "None" else noisy_gate_policy
         assert policy in (None, "Jitter", "RSample"), explain(
-            "noisy_gate_policy is None, 'Jitter' or 'RSample'", value=noisy_gate_policy
+            "noisy_gate_policy is None, 'Jitter' or 'RSample'", value=noisy_gate_policy, fix="leave it out"
         )
         self.wg = nn.Linear(model_dim, num_experts, bias=False).float()
         self.k, self.min_capacity, self.policy = k, min_capacity, policy

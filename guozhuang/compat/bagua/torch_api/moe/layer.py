@@ -48,7 +48,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         if num_local_experts < 1:
-            raise UsageError(explain("each rank holds at least one expert", value=num_local_experts))
+            fix = "leave num_local_experts out for one"
+            raise UsageError(explain("each rank holds at least one expert", value=num_local_experts, fix=fix))
         self.num_experts = num_local_experts * place()[1]
         capacity = capacity_factor, eval_capacity_factor, min_capacity
         gate = TopKGate(hidden_size, self.num_experts, k, *capacity, noisy_gate_policy)

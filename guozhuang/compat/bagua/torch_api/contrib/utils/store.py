@@ -59,7 +59,8 @@ class ClusterStore(Store):
 
     def __init__(self, stores: Sequence[Store]) -> None:
         if not stores:
-            raise UsageError(explain("a cluster has at least one store", value=list(stores)))
+            fix = "give a RedisStore for each server"
+            raise UsageError(explain("a cluster has at least one store", value=list(stores), fix=fix))
         self.stores = list(stores)
 
     def _number(self, key: Key) -> int:
