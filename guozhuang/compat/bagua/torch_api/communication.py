@@ -33,6 +33,7 @@ from .communicators import from_torch_group as from_torch_group
 from .communicators import init_process_group as init_process_group
 from .communicators import is_initialized as is_initialized
 from .communicators import new_group as new_group
+from .utils import apply_flattened_call
 
 _DTYPES = (torch.float32, torch.float16, torch.int64, torch.uint8)
 
@@ -274,17 +275,20 @@ def barrier(comm: Any = None) -> None:
 @_verb
 def broadcast_coalesced(tensors: Sequence[Tensor], src: int = 0, comm: Any = None) -> None:
     """Overwrite tensors, of any dtypes, with those of one rank, in few messages; shapes are equal on all ranks."""
-    for flat, some in _by_dtype(tensors):
-        dist.broadcast(flat, group=comm.torch_group, group_src=src)
-        _write_back(flat, some)
+    for some in _by_dtype(tensors):
+        apply_flattened_call(some, lambda flat: dist.broadcast(flat, group=comm.torch_group, group_src=src))
 
 
 @_verb
 def allreduce_coalesced_inplace(tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, comm: Any = None) -> None:
     """Combine tensors, of any dtypes, over ranks, in place, in few messages; shapes are equal on all ranks."""
-    for flat, some in _by_dtype(tensors):
+
+    def combine(flat: Tensor) -> None:
         dist.all_reduce(flat, op=_of_torch(op), group=comm.torch_group)
-        _write_back(_divided(flat, op, comm), some)
+        _divided(flat, op, comm)
+
+    for some in _by_dtype(tensors):
+        apply_flattened_call(some, combine)
 
 
 @_verb
@@ -320,15 +324,9 @@ def _divided(total: Tensor, op: ReduceOp, here: BaguaCommunicator) -> Tensor:
     return total.div_(here.nranks(), rounding_mode=None if total.is_floating_point() else "trunc")
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     kinds = dict.fromkeys((t.dtype, t.device) for t in tensors)
-    parts = [[t for t in tensors if (t.dtype, t.device) == kind] for kind in kinds]
-    return [(torch.cat([_flat(t) for t in some]), some) for some in parts]
-
-
-def _write_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        _write(tensor, part)
+    return [[t for t in tensors if (t.dtype, t.device) == kind] for kind in kinds]
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def apply_flattened_call(
         call: the function; after ``torch.distributed.all_reduce`` the values are divided by the number of ranks.
         extra_args: further arguments of the function.
     """
-    flat = flatten(bucket)
+    flat = flatten([tensor.detach() for tensor in bucket])
     call(flat, *(extra_args or ()))
     if call is dist.all_reduce:
         flat /= dist.get_world_size()
