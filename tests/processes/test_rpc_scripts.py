@@ -159,7 +159,7 @@ def test_ranks_of_a_launcher_in_a_rank_meet_at_its_own_store(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("command", "named"),
     [
-        pytest.param(parameter_server, r"rank 0( failed first)?: signal 9 \(SIGKILL\)", id="a rank"),
+        pytest.param(parameter_server, r"run: rank 0 failed first: signal 9 \(SIGKILL\)", id="a rank"),
         pytest.param(
             batched, "process 0 terminated with signal SIGKILL", id="a process of a rank", marks=pytest.mark.slow
         ),
