@@ -89,7 +89,8 @@ class BaguaCommunicator:
     def abort(self) -> None:
         """End this communicator on all ranks; any thread may call it. What waits in it returns, and later calls do at once.
 
-        Their tensors hold anything then; :meth:`check_abort` tells it. A rank that did not call ``abort`` itself is warned.
+        So does what waits on another rank for this one, or for one that has learned of it by such a wait. Their tensors hold
+        anything then; :meth:`check_abort` tells it. A rank that did not call ``abort`` itself is warned.
         """
         self._held.abort()
 
