@@ -60,6 +60,7 @@ class Registry:
         on_loader: called with each new loader; None: nothing acts there.
         has_stepped: whether an optimizer has stepped since the last pause.
         num_steps: how often optimizers have stepped.
+        own_time: what the heartbeat tells of the own time of this process, and its timer; None: it is not measured.
         data_share: the number of this rank's share of the data, and how many shares there are; None outside of a world.
     """
 
@@ -68,6 +69,7 @@ class Registry:
         self.on_loader: Callable[[Any], None] | None = None
         self.has_stepped = False
         self.num_steps = 0
+        self.own_time: Any = None
         self.data_share: tuple[int, int] | None = None
         self._leader: weakref.ref[Any] | None = None  # the loader that pauses
         self._trained: list[
@@ -115,7 +117,7 @@ class Registry:
         """Forget everything, because the world was left in which it was made."""
         self.on_pause = self.on_loader = None
         self.has_stepped = False
-        self._leader = None
+        self._leader = self.own_time = None
         self._trained, self._loaders = [], []
 
     def leads(self, loader: Any) -> bool:

@@ -314,6 +314,8 @@ class Loader:
                 if shared and self._run is not run:
                     what = "This iterator ended: a newer one has taken its persistent workers"
                     raise UsageError(explain(what, fix="run one pass at a time, or pass persistent_workers=False"))
+                if registry.own_time is not None:
+                    registry.own_time.timer.begin("data")
                 try:
                     batch = next(source)
                 except StopIteration:

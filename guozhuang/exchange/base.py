@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
+from ..watch.waits import waits
 
 State = TypeVar("State")
 
@@ -57,7 +58,7 @@ class Then:
 
     def wait(self) -> None:
         """Wait for the exchange, then call ``then``."""
-        self.work.wait()
+        waits.for_work(self.work)
         self.then()
 
     def is_completed(self) -> bool:
@@ -78,7 +79,7 @@ class Several:
     def wait(self) -> None:
         """Wait for all of them."""
         for work in self.works:
-            work.wait()
+            waits.for_work(work)
 
     def is_completed(self) -> bool:
         """Return whether all have ended."""

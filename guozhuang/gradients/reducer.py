@@ -27,6 +27,7 @@ from ..exchange.base import Work
 from ..exchange.nan_watch import NanWatch
 from ..exchange.sparse import all_gather_mean, no_rows
 from ..timeline import Timeline
+from ..watch.waits import waits
 from ..world.versions import never_compiled
 from .bucketed import BucketedParameters
 from .buckets import Bucket
@@ -347,7 +348,7 @@ class Reducer(BucketedParameters):
 
     def _wait(self, bucket: int, work: Work) -> None:
         try:
-            work.wait()
+            waits.for_work(work)
         except RuntimeError as error:
             raise self.cause_of(error, f"the exchange of bucket {bucket} of {len(self.buckets)}") from error
 
@@ -368,7 +369,7 @@ class Reducer(BucketedParameters):
             if self.group.size() > 1:
                 work = dist.broadcast(order, group_src=0, group=self.group, async_op=True)
                 current.others.append(work)
-                work.wait()
+                waits.for_work(work)
             selection.adopt_order([int(i) for i in order.tolist()])
         if selection.watching and not current.shadow:
             selection.watching = False

@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange, Work
 from ..exchange.nan_watch import NanWatch
+from ..watch.waits import waits
 from ..world.devices import device_of
 from .buckets import Bucket, Placement
 from .unused import UsedAnywhere
@@ -169,7 +170,7 @@ class StepReducer:
         self._nan.look(bucket, self.step)
         work = self._now.works[bucket.index] = self.exchange.start(bucket, self.state, self.step)
         if not self.exchange.one_round and bucket.flat.device.type == "cpu":  # or rounds of two buckets would mix
-            work.wait()
+            waits.for_work(work)
 
     def _start_rest(self) -> None:
         for b in range(self._now.next, len(self.buckets)):
@@ -212,10 +213,10 @@ class StepReducer:
         """Wait for the result of a bucket; one that has changed since it was sent is sent again. Every rank must call it."""
         work = self._now.works[bucket]
         assert work is not None and self._now.has_agreed
-        work.wait()
+        waits.for_work(work)
         if bucket in self._now.again:
             self._start(self.buckets[bucket])
-            self._now.works[bucket].wait()  # type: ignore[union-attr]
+            waits.for_work(self._now.works[bucket])
         self._now.works[bucket] = None
 
     def choose_next(self) -> None:
@@ -232,7 +233,7 @@ class StepReducer:
         """Begin a new step, after waiting for the exchanges for which :meth:`wait` was not called."""
         for work in self._now.works:
             if work is not None:
-                work.wait()
+                waits.for_work(work)
         if self._now.has_agreed:
             self.step += 1
             self._views.end()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..errors import PeerLost, UnusedParameterError, WorldError, explain, rank_table
 from ..groups import StepNotices
+from ..watch.waits import waits
 
 
 class UnusedReport:
@@ -102,5 +103,5 @@ class UsedAnywhere:
     def counts(self) -> list[int]:
         """Wait for the all-reduce; return for each parameter how many ranks used it, the same on all ranks."""
         if self._work is not None:
-            self._work.wait()
+            waits.for_work(self._work)
         return [int(count) for count in self._flags.tolist()]

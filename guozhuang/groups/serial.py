@@ -36,6 +36,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from ..errors import WorldError, explain
+from ..watch.waits import waits
 from .profiling import recorded
 from .subgroups import twin
 
@@ -125,8 +126,12 @@ class PendingWork(CallWork):
                     self._ended.acquire()
             limit_s = timeout.total_seconds()
             if self._ended is not None:
-                if not self._ended.acquire(timeout=limit_s if limit_s > 0 else -1):
-                    raise self._late(limit_s)
+                began_ns = waits.begin()
+                try:
+                    if not self._ended.acquire(timeout=limit_s if limit_s > 0 else -1):
+                        raise self._late(limit_s)
+                finally:
+                    waits.end(began_ns)
                 self._ended.release()
         if self._error is not None:
             try:

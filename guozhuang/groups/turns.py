@@ -41,6 +41,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.watch.waits import waits
 
 from .serial import NO_LIMIT, CallWork, Job, SerialThread, SerialWork
 
@@ -154,11 +155,12 @@ class Turns:
         """Run a job after all earlier jobs, and return its work when the job has ended; raise the job's error."""
         if os.getpid() != self._process:
             refuse_fork(what, self._process, self.rank)
-        inline = False
+        inline, began_ns = False, 0
         try:
             with self._order:
                 inline = self._num_waiting == 0 and self._closed is None and self._running.acquire(blocking=False)
             if inline:
+                began_ns = waits.begin()
                 self._runner = threading.get_ident()
                 job()
                 return CallWork(tensors)
@@ -166,6 +168,7 @@ class Turns:
             if inline:
                 self._runner = 0
                 self._running.release()
+                waits.end(began_ns)
         self.refuse_within(what)
         work = self.later(job, tensors, what)
         work.wait()

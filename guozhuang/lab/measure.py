@@ -111,6 +111,14 @@ class LastGradient:
         return note
 
 
+def own_steps_s(trainer: Any) -> tuple[float, ...]:
+    """Return of each measured step of a trainer the time without the exchange that backward does not hide, in seconds."""
+    if trainer.divided:
+        return ()
+    marks, seconds = trainer.marks[trainer.spec.num_warmup_steps :], trainer.clock.seconds
+    return tuple(seconds(began, ready) + seconds(returned, ended) for began, _, _, ready, returned, ended in marks)
+
+
 def reset_peak_memory(device: torch.device) -> bool:
     """Reset the counters of peak memory; return False if the kernel does not allow that for the counter of main memory."""
     if device.type == "cuda":

@@ -77,6 +77,7 @@ class RankRecord:
         num_batch_norms: the model's batch normalization layers whose statistics are those of one rank's samples alone.
         noise_scale: the gradient noise scale in samples at the end of the run; None where it was not measured.
         stages: the stages of a pipeline that this rank computed.
+        own_steps_s: of each measured step the time without the exchange that backward does not hide; empty where not known.
     """
 
     rank: int
@@ -102,6 +103,7 @@ class RankRecord:
     median_step_s: float = 0.0
     noise_scale: float | None = None
     stages: tuple[StageTimes, ...] = ()
+    own_steps_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,22 @@ class StrategyRow:
         if self.num_processes == 1 or not self.rounds:
             return None
         return all(len({r.weights_digest for r in one.ranks}) == 1 for one in self.rounds)
+
+    @property
+    def drift_s(self) -> float | None:
+        """Return by how much steps grow if all ranks wait for the slowest in each step, instead of once at the end.
+
+        It is the mean over the steps of the longest own time of any rank, less the longest mean of any rank; the median over
+        the rounds. None where the own times are not known.
+        """
+        found = []
+        for one in self.rounds:
+            steps = [rank.own_steps_s for rank in one.ranks]
+            if not all(steps):
+                return None
+            together = statistics.fmean(max(each) for each in zip(*steps, strict=True))
+            found.append(together - max(statistics.fmean(each) for each in steps))
+        return statistics.median(found) if found else None
 
     def _median(self, value: Any, over_ranks: Any) -> float | None:
         found = []

@@ -24,7 +24,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from guozhuang import units
-from guozhuang.lab.results import PHASES, Results, StrategyRow
+from guozhuang.lab.results import PHASES, MeasuredRound, Results, StrategyRow
+from guozhuang.watch.pace import PHASES as OWN_PHASES
+from guozhuang.watch.pace import OwnTime, behind, sentence
 from guozhuang.world.layout import Layout
 
 TIE = 0.10
@@ -277,6 +279,7 @@ def _cautions(results: Results, chosen: StrategyRow | None, candidates: Sequence
                 "training diverged, and its results mean nothing."
             )
     found += _far(results)
+    found += _waits(results)
     restless = {row.name: row.fastest / row.slowest for row in results.rows if row.ok}
     restless = {name: ratio for name, ratio in restless.items() if ratio > RESTLESS}
     if restless:
@@ -288,6 +291,39 @@ def _cautions(results: Results, chosen: StrategyRow | None, candidates: Sequence
         )
     if results.settings.num_rounds == 1:
         found.append("One round shows no spread: run at least three before a small difference is believed.")
+    return found
+
+
+def _waits(results: Results) -> list[str]:
+    """Return for whom ranks wait: a rank that is slow in all rounds, or whichever is slowest in a step."""
+    found = []
+    for row in results.rows:
+        if not row.ok or not row.exact or not row.trains or row.num_processes == 1 or row.phases.exchange_s is None:
+            continue
+        slow = [{(each.rank, each.phase): each for each in behind(_own_times(one))} for one in row.rounds]
+        for (rank, phase), first in slow[0].items():
+            if all((rank, phase) in each for each in slow):
+                found.append(f"Under {row.name}, {sentence(first)}.")
+    bound = next((row for row in results.rows if row.ok and row.name == "none"), None)
+    exact = [r for r in results.rows if r.ok and r.trains and r.exact and r.num_processes > 1 and r.drift_s is not None]
+    if bound is not None and bound.drift_s is not None and exact:
+        best = max(exact, key=lambda row: row.samples_per_s)
+        apart_s = best.phases.step_s - bound.phases.step_s
+        if bound.drift_s > 0 and apart_s > 0:
+            found.append(
+                f"Of the {units.duration(apart_s)} by which a step of {best.name} is longer than one of none, "
+                f"{units.duration(min(bound.drift_s, apart_s))} are no cost of an exchange: ranks drift. Under none each goes "
+                "on at its own pace, and whoever trains together waits in each step for the rank that is slowest in it."
+            )
+    return found
+
+
+def _own_times(one: MeasuredRound) -> dict[int, OwnTime]:
+    """Return the own times of all ranks in a round."""
+    found = {}
+    for rank in one.ranks:
+        own = {name: getattr(rank.phases, f"{name}_s") * 1e3 for name in OWN_PHASES}
+        found[rank.rank] = OwnTime(one.number, own, rank.phases.step_s * 1e3, rank.num_steps)
     return found
 
 

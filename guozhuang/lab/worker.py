@@ -295,6 +295,7 @@ def _run(spec: RunSpec, here: world.World) -> RankRecord | None:
         batch_size=trainer.batch_size // trainer.here.layout.model_size,
         backend=str(torch.distributed.get_backend()) if here.size > 1 else "",
         noise_scale=trainer.noise_scale(),
+        own_steps_s=measure.own_steps_s(trainer),
         stages=tuple(
             dataclasses.replace(now, busy_s=(now.busy_s - was.busy_s) / spec.num_steps)
             for now, was in zip(_stages(trainer), stages_before, strict=True)

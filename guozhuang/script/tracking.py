@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import UsageError, explain
 from ..net.sent import tcp_sent_bytes
 from ..registry import registry
-from ..strategies import record_steps
+from ..strategies.steps import record_steps
 from ..timeline import Instant, Span, Timeline
 from ..world import current
 from .rank_zero import rank_zero
@@ -33,10 +33,12 @@ class Tracker:
             ...
             tracker.step(len(x), loss=loss)
 
-    Speed is three numbers: ``samples_per_s``, of all ranks together; ``exposed_exchange_ms``, the part of a step in which
+    Speed is these numbers: ``samples_per_s``, of all ranks together; ``exposed_exchange_ms``, the part of a step in which
     backward waits for the exchange of gradients after autograd has ended (mean over ranks; under strategies of this project's
     DistributedDataParallel that average gradients); and ``sent_bytes``, what a rank sends through TCP sockets in a step (mean
-    over ranks, on Linux; neither shared memory nor NCCL is counted).
+    over ranks, on Linux; neither shared memory nor NCCL is counted). Where the own time of ranks is measured (see
+    docs/slow-ranks.md) there are two more: ``own_ms``, a step without the waits for other ranks (mean over ranks), and
+    ``own_ms_max``, that of the slowest rank.
 
     Args:
         to: "FILE.csv" (rows: step, name, value; appended), "tensorboard:FOLDER", "wandb:PROJECT" (``WANDB_MODE=offline`` is
@@ -113,7 +115,11 @@ class Tracker:
             speed["exposed_exchange_ms"] = exposed * 1e3 / self._every
         if sent is not None and self._sent is not None:
             speed["sent_bytes"] = max(sent - self._sent, 0) / self._every
-        self._put({**found, **reduce(speed)})
+        slowest = {}
+        if registry.own_time is not None and (own_s := registry.own_time.timer.last_own_s[-self._every :]):
+            speed["own_ms"] = sum(own_s) / len(own_s) * 1e3
+            slowest["own_ms_max"] = reduce(speed["own_ms"], "max")
+        self._put({**found, **reduce(speed), **slowest})
         if isinstance(self._timeline, _OwnTimeline):
             self._timeline.events.clear()
         self._restart()

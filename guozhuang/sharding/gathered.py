@@ -30,6 +30,7 @@ from ..exchange.base import GradientExchange, Several, Work
 from ..gradients.buckets import Bucket, Placement, view_in
 from ..gradients.step_reducer import StepReducer
 from ..groups.allocation import zeros_for
+from ..watch.waits import waits
 from ..world.versions import all_gather_single
 from .carrier import Carrier, put_back
 from .parts import BucketLayout, FlatBucket
@@ -141,7 +142,7 @@ class GatheredCarrier(Carrier):
             if not self._overlap_gather or not all(
                 type(p) is nn.Parameter for p in readers
             ):  # a subclass of Parameter must keep its class, so wait here
-                work.wait()
+                waits.for_work(work)
             else:
                 self._gatherings.append(Gathering(work, readers))
         self._reducer.choose_next()
@@ -206,7 +207,7 @@ class Gathering:
 
     def finish(self) -> None:
         """Wait for the all-gather, and restore the class of its parameters. A second call does nothing."""
-        self._work.wait()
+        waits.for_work(self._work)
         for parameter in self._parameters:
             if type(parameter) is Arriving:
                 cast(Any, parameter).__class__ = nn.Parameter

@@ -29,6 +29,7 @@ from ..gradients.buckets import view_in
 from ..groups.allocation import zeros_for
 from ..optim.wrapped import STATE_HOOKS
 from ..units import listed
+from ..watch.waits import waits
 from .carrier import Carrier
 from .elementwise import needs_whole_tensors
 from .gathered import send_slices
@@ -128,7 +129,7 @@ class AveragedCarrier(Carrier):
             for bucket in self.layout.buckets:
                 self._send(bucket.index)
         while self._sent:
-            self._sent.pop(0).wait()
+            waits.for_work(self._sent.pop(0))
         used = [i for i, p in enumerate(self.parameters) if i not in self._unused and p.numel()]
         if used:
             with torch.no_grad():

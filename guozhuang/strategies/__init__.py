@@ -1,6 +1,6 @@
 """Strategies: names (``table``), what applies them (``ways``), ``prepare`` (``apply``), what it returns (``prepared``)."""
 
-from .apply import MARK, PreparedAlready, check_bucket_cap, is_prepared, prepare, prepare_unseen, record_steps
+from .apply import MARK, PreparedAlready, check_bucket_cap, is_prepared, prepare, prepare_unseen
 from .prepared import unwrap
 from .table import DEFAULT, STRATEGIES, Strategy, check_groups, get, register
 from .ways import PreparedPair, Setup, WithExchange, device_ids, several, takes_several
@@ -21,7 +21,6 @@ __all__ = [
     "is_prepared",
     "prepare",
     "prepare_unseen",
-    "record_steps",
     "register",
     "several",
     "takes_several",

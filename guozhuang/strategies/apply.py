@@ -7,11 +7,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree
 
 from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
@@ -184,9 +182,15 @@ def prepare_unseen(
     if chosen.trains and not chosen.one_process:
         setattr(prepared[0], MARK, PreparedAlready(chosen.name))
     path = requested_timeline()
+    if world.size > 1 or path is not None:
+        from guozhuang.strategies.steps import measure_own_time, record_steps  # imported only when needed
+
+        measure_own_time(prepared[0], prepared[1], chosen, world)
     if path is not None:
         timeline = Timeline(world.rank)
         record_steps(prepared[0], prepared[1], timeline)
+        if registry.own_time is not None:
+            registry.own_time.timer.timeline = timeline
         atexit.register(timeline.write, f"{path}.rank{world.rank}")
     return prepared
 
@@ -379,36 +383,3 @@ def _place(model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> N
         what = f"moving the model to {world.device} made new parameters, which the optimizer does not know"
         raise UsageError(explain(what, rank=world.rank, fix=fix))
     _log.info("rank %d: the model was moved to %s", world.rank, world.device)
-
-
-def record_steps(model: nn.Module, optimizer: Optimizer | tuple[Optimizer, ...], timeline: Timeline) -> None:
-    """Register hooks that record every forward, backward and optimizer step of a prepared pair on a timeline."""
-    began_ns: dict[str, int] = {}
-
-    def begin(name: str) -> None:
-        began_ns[name] = timeline.now()
-
-    def end(name: str) -> None:
-        if name in began_ns:
-            timeline.add(name, "step", began_ns.pop(name), timeline.now())
-
-    def forward_ended(module: nn.Module, inputs: Any, output: Any) -> None:
-        end("forward")
-        for leaf in _pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(backward_began)
-
-    def backward_began(gradient: torch.Tensor) -> None:
-        if "backward" not in began_ns:
-            begin("backward")
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            # Queue from within a callback, so that the end is recorded after all callbacks that wait for exchanges have run.
-            queue(lambda: queue(lambda: end("backward")))
-
-    if isinstance(model, DistributedDataParallel):
-        model.timeline = timeline
-    model.register_forward_pre_hook(lambda module, inputs: begin("forward"))
-    model.register_forward_hook(forward_ended)
-    for each in several(optimizer):
-        each.register_step_pre_hook(lambda opt, args, kwargs: begin("optimizer"))
-        each.register_step_post_hook(lambda opt, args, kwargs: end("optimizer"))

@@ -43,10 +43,11 @@ import torch.distributed as dist
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.net.store import innermost
+from guozhuang.registry import registry
 from guozhuang.watch import stacks
 from guozhuang.watch.judge import AwakeClock, Beat, Judge, Limits
 from guozhuang.watch.processes import GONE, SEE_EACH_OTHER, node_identity, state_of, this_process
-from guozhuang.watch.report import EXIT_CODE, end
+from guozhuang.watch.report import EXIT_CODE, end, in_words
 from guozhuang.watch.watcher import Report, Watcher, WatcherStatus, look_at_neighbours, read_reports, use_store
 
 # Samples of the main thread's stack per beat: with more of them it is likelier to see that a thread in a loop moves.
@@ -184,7 +185,7 @@ class Heartbeat:
             self._wait_for_report()
             if self._trouble:
                 self._log_cut_off(0.0)
-        self._leave_reason = "" if error is None else _in_words(error)
+        self._leave_reason = "" if error is None else in_words(error)
         self._stopped.set()
         self._wake.set()
         for thread in (self._guarding, self._line):
@@ -378,9 +379,10 @@ class Heartbeat:
             waits_in=place.waits_in,
             stacks_answered=self._stacks_answered,
             process_states=look_at_neighbours(status, self._me.node, self.rank) if status is not None else {},
-            trouble=_in_words(error) if error is not None else "",
+            trouble=in_words(error) if error is not None else "",
             left=self._leave_reason,
             released_store=self._closing,
+            **(registry.own_time.fields(clock_s) if registry.own_time is not None else {}),
         )
         self._store.set(f"beat/{self.rank}", beat.to_bytes().decode())
 
@@ -388,6 +390,8 @@ class Heartbeat:
         self._beat()
         if self._watch is None and not self._keeps_store:
             return
+        if self._watch is not None:
+            self._watch.log_own_times(self.rank, registry.own_time is not None and registry.own_time.tells_table)
         before, closing = self._status or WatcherStatus(0, -1), self._keeps_store
         status = replace(before, term=before.term + 1, watcher=-1, stacks_request=0, suspects=(), closing=closing)
         self._store.set("status", status.to_bytes().decode())
@@ -412,7 +416,3 @@ class Heartbeat:
             _log.error("%s", text)
         if self._error is not None:
             self._is_cause_reported.set()
-
-
-def _in_words(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

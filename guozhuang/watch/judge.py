@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Container, Mapping
 from dataclasses import asdict, dataclass, field
 
+from guozhuang.watch.pace import OwnTime
 from guozhuang.watch.processes import GONE, STOPPED
 
 # Ranks that may send a beat per second: fewer behind a ``Door``, whose Python code in rank 0's process handles every request.
@@ -125,6 +126,8 @@ class Beat:
         trouble: the exception that a collective raised; the rank is about to end because of it.
         left: None while the rank runs; "" if it left as planned; else the exception that ended it.
         released_store: the rank has read that the store closes, and sends it no more requests.
+        host: the name of its host, once it tells its own time.
+        own_time: its own time in the last steps; None before it has made enough of them.
     """
 
     count: int
@@ -141,6 +144,8 @@ class Beat:
     trouble: str = ""
     left: str | None = None
     released_store: bool = False
+    host: str = ""
+    own_time: OwnTime | None = None
 
     def to_bytes(self) -> bytes:
         """Encode the beat for the store."""
@@ -152,6 +157,8 @@ class Beat:
         values = json.loads(data)
         states = values["process_states"]
         values["process_states"] = {int(rank): state for rank, state in states.items()}
+        if values.get("own_time") is not None:
+            values["own_time"] = OwnTime(**values["own_time"])
         return cls(**values)
 
 

@@ -247,3 +247,8 @@ def _end_children() -> None:
     for process in list(getattr(sys.modules.get("multiprocessing.process"), "_children", ())):
         with contextlib.suppress(Exception):
             process.terminate()
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error in one line, cut to what a beat may hold."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -7,6 +7,7 @@ Keys of the store, all overwritten and never appended to: ``beat/R`` and ``stack
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -16,8 +17,10 @@ from guozhuang.net.client import PatientStore
 from guozhuang.units import merged, ranks_text
 from guozhuang.watch import report as texts
 from guozhuang.watch.judge import Beat, Judge, Limits
+from guozhuang.watch.pace import PaceJudge, sentence, table
 from guozhuang.watch.processes import state_of
 
+_log = logging.getLogger("guozhuang")
 # The number of reports kept in the store: more than the watcher can publish between two reads of a rank.
 _KEPT_REPORTS = 4
 _MAX_ASKED = 256
@@ -121,6 +124,7 @@ class Watcher:
         self._reported_troubled: set[int] = set()
         self._gathering: _Gathering | None = None
         self._reports: list[tuple[int, str, bool, str]] = []
+        self._paces, self._has_seen_slow = PaceJudge(), False
 
     @property
     def limits(self) -> Limits:
@@ -147,6 +151,7 @@ class Watcher:
             lines.append(f"{ranks_text(sorted(back))} sent a heartbeat again")
         new = {rank: text for rank, text in mute.items() if rank not in known}
         lines += [f"{ranks_text(ranks)} of {self._size}: {text}" for ranks, text in merged(new)]
+        lines += self._slow(list(judge.live(lost)))
         self._reported_lost, self._reported_mute = self._reported_lost & lost.keys(), set(mute)
         failed = {rank: text for rank, text in judge.failed().items() if rank not in self._reported_failed}
         self._reported_failed |= failed.keys()
@@ -161,6 +166,24 @@ class Watcher:
             report = Report(self._number, texts.failures(failed), "", ends=False)
         self._publish(clock_s, report)
         return report, lines
+
+    def _slow(self, live: Sequence[int]) -> list[str]:
+        """Take the own times in the last beats, and return a line for each rank that is slow from now on, or no longer."""
+        beats = self._judge.beats()
+        for rank, beat in beats.items():
+            if beat.own_time is not None:
+                self._paces.take(rank, beat.own_time)
+        new, over = self._paces.round(live)
+        self._has_seen_slow |= bool(new)
+        lines = [sentence(each, beats[each.rank].host) for each in new]
+        return lines + [f"rank {rank} is as fast as the others again" for rank in over]
+
+    def log_own_times(self, rank: int, is_wanted: bool) -> None:
+        """Log the table of the own time of each rank, for people if a rank was slow or ``is_wanted``."""
+        if self._paces.own_times:
+            hosts = {each: beat.host for each, beat in self._judge.beats().items()}
+            text = table(self._paces.own_times, hosts, self._paces.slow)
+            _log.log(logging.WARNING if is_wanted or self._has_seen_slow else logging.INFO, "[rank %d] %s", rank, text)
 
     def _finish(self, clock_s: float, lost: Mapping[int, str], hangs: bool) -> Report | None:
         gathering, judge = self._gathering, self._judge

@@ -43,6 +43,7 @@ from guozhuang.world.requests import (
     requested_nccl_interface,
     requested_schedule,
     requested_servers,
+    requested_slow_rank,
     requested_strategy,
 )
 from guozhuang.world.versions import newer_than_tried
@@ -81,6 +82,7 @@ def settings(backend: str | None, device: str | torch.device | None) -> dict[str
         "--groups": str(requested_groups()),
         "--bucket-cap-mb": f"{requested_bucket_cap_mb() or 0:g}",
         "--servers": str(servers[0] if servers else 0),
+        "--slow-rank": requested_slow_rank(),
         "--hang-timeout": "" if hang_timeout is None else str(hang_timeout),
     }
 

@@ -16,6 +16,9 @@ from guozhuang.world.variables import number
 #: The seconds after which a run that hangs is ended; None: never; "off": no heartbeat, so lost ranks stay unnoticed too.
 HangTimeout = float | Literal["off"] | None
 
+#: What ``--slow-rank`` may ask for.
+SLOW_RANK = ("warn", "off")
+
 #: How often checkpoints are saved, and how many stay, where nothing else is asked for.
 CHECKPOINT_EVERY, CHECKPOINT_KEEP = "5min", 3
 
@@ -229,6 +232,19 @@ def hang_timeout(text: str, name: str = "--hang-timeout") -> float | Literal["of
             explain(what, value=text.strip(), fix='leave it out to wait for ever; "off" ends the heartbeat too')
         )
     return seconds
+
+
+def requested_slow_rank() -> str:
+    """Return what ``guozhuang run --slow-rank`` (environment GUOZHUANG_SLOW_RANK) asks for: "warn", "off", or "" by default.
+
+    Raises:
+        UsageError: the variable holds another word.
+    """
+    text = os.environ.get("GUOZHUANG_SLOW_RANK", "").strip().lower()
+    if text not in ("", *SLOW_RANK):
+        what = "environment variable GUOZHUANG_SLOW_RANK must be warn or off"
+        raise UsageError(explain(what, value=text, fix="unset it: slow ranks are then named too, without a table"))
+    return text
 
 
 def requested_secret(environ: Mapping[str, str] | None = None) -> bytes:

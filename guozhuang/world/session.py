@@ -251,7 +251,7 @@ def _forget() -> None:
     if isinstance(sys.excepthook, functools.partial) and sys.excepthook.func is _show_error:
         sys.excepthook = sys.excepthook.args[0]
     _restore_interfaces()
-    _session.world = registry.data_share = None
+    _session.world = registry.data_share = registry.own_time = None
     _session.made_group = False
     _session.before_leaving.clear()
     atexit.unregister(_leave)

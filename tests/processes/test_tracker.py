@@ -46,6 +46,7 @@ def test_rows_of_two_ranks(tmp_path: Path) -> None:
     for step, row in first[:3]:
         assert row["loss"] == pytest.approx((1 * 1 + 3 * 5) / 4) and row["step_number"] == pytest.approx(step - 1.5)
         assert row["samples_per_s"] > 0 and row["exposed_exchange_ms"] > 0
+        assert 0 < row["own_ms"] <= row["own_ms_max"]
         if sys.platform == "linux":
             assert 40 * 41 * 4 <= row["sent_bytes"] < 100_000
     assert first[3][1] == {"accuracy": 0.5}

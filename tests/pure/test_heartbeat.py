@@ -21,6 +21,7 @@ from guozhuang.units import merged, ranks_text
 from guozhuang.watch import heartbeat
 from guozhuang.watch.heartbeat import Heartbeat
 from guozhuang.watch.judge import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
+from guozhuang.watch.pace import OwnTime
 from guozhuang.watch.report import hang, held_up_by, last_line, losses, sentence, table, trouble
 from guozhuang.watch.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, stacks_text
 from guozhuang.watch.watcher import Watcher, WatcherStatus, look_at_neighbours
@@ -492,3 +493,20 @@ def test_nothing_runs_alone_or_over_a_store_in_memory(caplog: pytest.LogCaptureF
 def test_a_time_that_is_none_is_refused(value: float) -> None:
     with pytest.raises(UsageError, match="hang_timeout_s must be a number of seconds above 0"):
         heartbeat.start(dist.HashStore(), 0, 2, value)
+
+
+def test_the_watching_rank_names_a_slow_one(caplog: pytest.LogCaptureFixture) -> None:
+    store, said = dist.HashStore(), []
+    watch = Watcher(store, 3, WatcherStatus(1, 0), Judge(3, LIMITS, None, 0.0))
+    watch.log_own_times(0, is_wanted=True)
+    assert not caplog.records
+    for count in range(1, 5):
+        for rank in range(3):
+            own_ms = {"data": 1.0, "forward": 10.0, "backward": 20.0, "optimizer": 2.0 + 5.0 * (rank == 2)}
+            told = OwnTime(count, own_ms, 40.0, 50)
+            store.set(f"beat/{rank}", beat(count, host=f"h{rank}", own_time=told).to_bytes().decode())
+        said += watch.round(float(count))[1]
+    (line,) = said
+    assert "rank 2 on h2 is slow: its optimizer takes 5 ms longer" in line and "wait 5 ms of each step of 40 ms" in line
+    watch.log_own_times(0, is_wanted=False)
+    assert caplog.records[-1].levelname == "WARNING" and "slow: optimizer" in caplog.text

@@ -189,3 +189,30 @@ def test_batch_norm_is_named_where_weights_differ() -> None:
     )
     assert "convert_sync_batchnorm" in said
     assert "BatchNorm" not in with_batch_norms(0.1, 0) + with_batch_norms(1e-9, 3)
+
+
+def _late(row: StrategyRow, rank: int, share: float, number: int | None = None) -> StrategyRow:
+    """A row of which one rank takes longer in forward, in all rounds or one; and steps that vary from rank to rank."""
+    rounds = []
+    for each in row.rounds:
+        records = []
+        for record in each.ranks:
+            phases = record.phases
+            if record.rank == rank and number in (None, each.number):
+                phases = replace(phases, forward_s=phases.forward_s + share * phases.step_s)
+            own = [phases.step_s * (1 + 0.1 * ((step + record.rank) % 2)) for step in range(record.num_steps)]
+            records.append(replace(record, phases=phases, own_steps_s=tuple(own)))
+        rounds.append(replace(each, ranks=tuple(records)))
+    return replace(row, rounds=tuple(rounds))
+
+
+def test_for_whom_ranks_wait() -> None:
+    alike, bound = row("ddp", 100, 101, 102), row("none", 120, 121, 122)
+    always = judge(comparison(_late(alike, 1, 0.2), bound)).cautions
+    assert any("Under ddp, rank 1 is slow: its forward takes" in caution for caution in always)
+    once = judge(comparison(_late(alike, 1, 0.2, number=2), bound)).cautions
+    assert not any("is slow" in caution for caution in (*once, *judge(comparison(alike, bound)).cautions))
+    drifting = judge(comparison(_late(alike, 1, 0.0), _late(bound, 1, 0.0)))
+    (drift,) = (caution for caution in drifting.cautions if "ranks drift" in caution)
+    assert "a step of ddp is longer than one of none" in drift
+    assert not any("drift" in caution for caution in judge(comparison(alike, bound)).cautions)  # not known

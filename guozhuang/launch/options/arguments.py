@@ -97,6 +97,12 @@ def parser() -> argparse.ArgumentParser:
         "the ranks at all.",
     )
     add(
+        "--slow-rank",
+        choices=["warn", "off"],
+        help="warn: log a table of the own time of all ranks at the end, besides the line that names a slow rank as soon as it "
+        "is known; off: do not measure.",
+    )
+    add(
         "--stop-on-nan",
         action="store_true",
         help="End the run when a gradient of a rank becomes NaN. Without it, that is said once.",

@@ -146,6 +146,8 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     if found.hang_timeout is not None:
         seconds = hang_timeout(found.hang_timeout)
         variables["GUOZHUANG_HANG_TIMEOUT"] = seconds if seconds == "off" else f"{seconds:g}"
+    if found.slow_rank is not None:
+        variables["GUOZHUANG_SLOW_RANK"] = found.slow_rank
     if found.stop_on_nan:
         variables["GUOZHUANG_STOP_ON_NAN"] = "1"
     if found.by_variables and found.pass_local_rank is not None:

@@ -1,0 +1,110 @@
+"""Watches the steps of a prepared pair: records them on a timeline, and measures this rank's own time in their phases."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree
+
+from guozhuang.distributed import DistributedDataParallel
+from guozhuang.registry import registry
+from guozhuang.timeline import Timeline
+from guozhuang.watch.waits import waits
+from guozhuang.world import World, requested_hang_timeout, requested_slow_rank
+
+from .table import Strategy
+from .ways import several
+
+# Strategies under which no rank waits for another one in each step.
+_NOBODY_WAITS = ("async-parameter-server", "async-model-average")
+
+
+def record_steps(model: nn.Module, optimizer: Optimizer | tuple[Optimizer, ...], timeline: Timeline) -> None:
+    """Register hooks that record every forward, backward and optimizer step of a prepared pair on a timeline."""
+    began_ns: dict[str, int] = {}
+
+    def begin(name: str) -> None:
+        began_ns[name] = timeline.now()
+
+    def end(name: str) -> None:
+        if name in began_ns:
+            timeline.add(name, "step", began_ns.pop(name), timeline.now())
+
+    if isinstance(model, DistributedDataParallel):
+        model.timeline = timeline
+    _watch(model, optimizer, begin, end)
+
+
+def measure_own_time(
+    model: nn.Module, optimizer: Optimizer | tuple[Optimizer, ...], chosen: Strategy, world: World
+) -> None:
+    """Measure this rank's own time in the phases of each step, and let the heartbeat tell it, so that a slow rank is named.
+
+    It is not measured where no rank waits for another one, where ranks do different work (a divided model), nor on
+    accelerators, whose work a rank only submits. Every rank must call it.
+    """
+    asked = "off" if requested_hang_timeout() == "off" else requested_slow_rank()
+    if asked == "off" or world.size == 1 or world.layout.model_size > 1 or world.device.type != "cpu":
+        return
+    if not chosen.trains or chosen.one_process or chosen.divides_itself or chosen.name in _NOBODY_WAITS:
+        return
+    from guozhuang.watch.pace import OwnTimeNews, StepTimer  # imported only when needed
+
+    if registry.own_time is None:
+        waits.thread = threading.get_ident()
+        registry.own_time = OwnTimeNews(StepTimer(waits), tells_table=asked == "warn")
+    timer: StepTimer = registry.own_time.timer
+    who = object()  # this pair, in a training that may have several, as a GAN has
+
+    def end(name: str) -> None:
+        if name == "optimizer":
+            timer.stepped(who)
+
+    _watch(model, several(optimizer)[:1], timer.begin, end, only_training=True)
+
+
+def _watch(
+    model: nn.Module,
+    optimizer: Any,
+    begin: Callable[[str], None],
+    end: Callable[[str], None],
+    only_training: bool = False,
+) -> None:
+    """Call ``begin`` and ``end`` around every "forward", "backward" and "optimizer" step; without gradients, too, if asked."""
+    running = {"backward": False}
+
+    def forward_began(module: nn.Module, inputs: Any) -> None:
+        running["backward"] = False  # the last one may have been broken off by an exception
+        if not only_training or torch.is_grad_enabled():
+            begin("forward")
+
+    def forward_ended(module: nn.Module, inputs: Any, output: Any) -> None:
+        if only_training and not torch.is_grad_enabled():
+            return
+        end("forward")
+        for leaf in _pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(backward_began)
+
+    def backward_began(gradient: torch.Tensor) -> None:
+        if not running["backward"]:
+            running["backward"] = True
+            begin("backward")
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            # Queue from within a callback, so that the end is recorded after all callbacks that wait for exchanges have run.
+            queue(lambda: queue(backward_ended))
+
+    def backward_ended() -> None:
+        running["backward"] = False
+        end("backward")
+
+    model.register_forward_pre_hook(forward_began)
+    model.register_forward_hook(forward_ended)
+    for each in several(optimizer):
+        each.register_step_pre_hook(lambda opt, args, kwargs: begin("optimizer"))
+        each.register_step_post_hook(lambda opt, args, kwargs: end("optimizer"))

@@ -1,0 +1,51 @@
+"""Adds up the time in which the thread that trains waits for other ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Waits:
+    """Adds up the time in which one thread waits for other ranks; nested waits count once.
+
+    Attributes:
+        thread: the identity of that thread; 0: nothing is measured, which costs one comparison.
+        total_ns: the sum so far.
+    """
+
+    def __init__(self) -> None:
+        self.thread = 0
+        self.total_ns = 0
+        self._is_inside = False
+
+    def begin(self) -> int:
+        """Begin a wait; return what :meth:`end` takes."""
+        if not self.thread or self._is_inside or threading.get_ident() != self.thread:
+            return 0
+        self._is_inside = True
+        return time.perf_counter_ns()
+
+    def end(self, began_ns: int) -> None:
+        """End the wait that :meth:`begin` began."""
+        if began_ns:
+            self.total_ns += time.perf_counter_ns() - began_ns
+            self._is_inside = False
+
+    def for_work(self, work: Any) -> None:
+        """Wait for a work, and count the time, unless the work is made of others: what it computes itself is no wait."""
+        if not isinstance(work, dist.Work):
+            work.wait()
+            return
+        began_ns = self.begin()
+        try:
+            work.wait()
+        finally:
+            self.end(began_ns)
+
+
+#: The waits of this process's main thread.
+waits = Waits()
