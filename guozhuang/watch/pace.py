@@ -27,7 +27,8 @@ from typing import Any, Final
 from guozhuang.timeline import Timeline
 from guozhuang.watch.waits import Waits
 
-#: The phases of a step, in their order. What lies between two of them counts to the earlier one: the loss to "forward", with its backward.
+#: The phases of a step, in their order. What lies between two of them counts to the earlier one: the loss to "forward", with
+#: its backward.
 PHASES: Final = ("data", "forward", "backward", "optimizer")
 THRESHOLD: Final = 0.05
 ROUNDS: Final = 3
