@@ -29,6 +29,7 @@ from typing_extensions import override
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from ..groups.subgroups import end_together, twin
+from ..watch.waits import waits
 from ..weights.flat import FlatWeights, Named, as_real
 from .allreduce import AllReduce
 from .average import wide
@@ -260,7 +261,7 @@ class DiLoCo(WeightExchange[DiLoCoState]):
         what = f"the outer step with the other ranks ({others(state.group)}) failed"
         with naming_peers(lambda: what, state.group):
             for work in works:
-                work.wait()
+                waits.for_work(work)
 
     @torch.no_grad()
     def _take_over(self, state: DiLoCoState, fragment: _Fragment, kept: float) -> None:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..watch.waits import waits
+
 
 def all_gather_mean(gradient: Tensor, divisor: float, group: dist.ProcessGroup, works: list[object]) -> Tensor:
     """Average a sparse COO tensor over the group. Every rank of the group must call it.
@@ -44,7 +46,7 @@ def no_rows(parameter: Tensor) -> Tensor:
 def _all_gather(parts: list[Tensor], mine: Tensor, group: dist.ProcessGroup, works: list[object]) -> None:
     work = dist.all_gather(parts, mine, group=group, async_op=True)
     works.append(work)
-    work.wait()
+    waits.for_work(work)
 
 
 def _gather_rows(rows: Tensor, num_rows: list[int], group: dist.ProcessGroup, works: list[object]) -> Tensor:

@@ -29,6 +29,7 @@ from typing_extensions import override
 from ..errors import UsageError, explain
 from ..gradients.buckets import Bucket
 from ..groups.serial import Lane, SerialWork
+from ..watch.waits import waits
 from ..world import versions
 from .allreduce import AllReduce
 from .around import AroundGradients
@@ -102,7 +103,7 @@ class _Pieces:
         if self.job is not None:
             self.job.wait()
         for work in self.works:
-            work.wait()
+            waits.for_work(work)
         for piece in self.pieces:
             piece.let_go()
         self.pieces = ()

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import WorldError, explain
 from ..groups.serial import Lane, SerialWork
 from ..groups.subgroups import end_together
+from ..watch.waits import waits
 from ..weights.flat import FlatWeights, Named, as_real
 from .node_groups import NodeGroups
 from .numbers import is_finite, some_of
@@ -116,7 +117,7 @@ def swap(messages: Sequence[tuple[int, Tensor, Tensor, int]], group: dist.Proces
     with naming_peers(failed, group, "look for the first error of that rank"):
         works += dist.batch_isend_irecv(ops)
         for work in works:
-            work.wait()
+            waits.for_work(work)
             ended.append(work)
 
 
