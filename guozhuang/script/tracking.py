@@ -116,7 +116,7 @@ class Tracker:
         if sent is not None and self._sent is not None:
             speed["sent_bytes"] = max(sent - self._sent, 0) / self._every
         slowest = {}
-        if registry.own_time is not None and (own_s := registry.own_time.timer.last_own_s[-self._every :]):
+        if registry.own_time is not None and (own_s := list(registry.own_time.timer.last_own_s)[-self._every :]):
             speed["own_ms"] = sum(own_s) / len(own_s) * 1e3
             slowest["own_ms_max"] = reduce(speed["own_ms"], "max")
         self._put({**found, **reduce(speed), **slowest})

@@ -20,6 +20,7 @@ import math
 import socket
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -79,7 +80,7 @@ class StepTimer:
         self._num_taken = 0
         self._leader: object = None  # the optimizer whose steps are the steps of the training
         self._num_others = 0  # steps of other optimizers since its last one
-        self.last_own_s: list[float] = []
+        self.last_own_s: deque[float] = deque(maxlen=_MOST_STEPS)
         self.timeline: Timeline | None = None
 
     def stepped(self, optimizer: object) -> None:
@@ -107,7 +108,7 @@ class StepTimer:
     def _end_step(self, now_ns: int) -> None:
         own = tuple(self._own_ns.values())
         self._steps.append((own, now_ns - self._began_ns))
-        self.last_own_s = [*self.last_own_s[-_MOST_STEPS:], sum(own) / 1e9]
+        self.last_own_s.append(sum(own) / 1e9)
         if len(self._steps) > _MOST_STEPS:
             del self._steps[0]
         if self.timeline is not None:
