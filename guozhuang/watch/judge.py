@@ -158,7 +158,8 @@ class Beat:
         states = values["process_states"]
         values["process_states"] = {int(rank): state for rank, state in states.items()}
         if values.get("own_time") is not None:
-            values["own_time"] = OwnTime(**values["own_time"])
+            links = tuple(tuple(each) for each in values["own_time"].pop("links"))
+            values["own_time"] = OwnTime(**values["own_time"], links=links)
         return cls(**values)
 
 

@@ -12,6 +12,12 @@ are enough; single long steps (an evaluation, a checkpoint) do not move a median
 that is a round. A rank is behind in a round if its own time exceeds that of the median rank by more than ``THRESHOLD``; it is
 slow when it was behind in ``ROUNDS`` rounds in succession, until it was not in as many. The phase is the one in which it
 exceeds the others' median the most.
+
+[Note: whose link] If no rank is behind, all may wait for a message. The kernel counts for each connection the time in which
+something was under way. From host to host this is compared for each byte with the first quartile: what an edge takes longer
+counts for both of its ends, for a slow link delays what its host sends, and what others send to it. The host with the
+greatest sum is named, if what it loses is a tenth of a step, and the sum exceeds that of the next one by a fifth. Two hosts
+have the same sum.
 """
 
 from __future__ import annotations
@@ -22,9 +28,10 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from guozhuang.net.sent import tcp_links
 from guozhuang.timeline import Timeline
 from guozhuang.watch.waits import Waits
 
@@ -33,6 +40,7 @@ from guozhuang.watch.waits import Waits
 PHASES: Final = ("data", "forward", "backward", "optimizer")
 THRESHOLD: Final = 0.05
 ROUNDS: Final = 3
+_LINK_SHARE, _LINK_CLEAR = 0.1, 1.2  # of a step; see [Note: whose link]
 _LEAST_STEPS: Final = 10  # of a median that is published
 _MOST_OTHERS: Final = 20  # steps of other optimizers between two of the one that ends the steps
 _MOST_STEPS: Final = 1000  # that are kept for one median
@@ -47,12 +55,15 @@ class OwnTime:
         own_ms: by phase, in milliseconds of a step.
         step_ms: the median duration of these steps, waits included.
         steps: the number of steps.
+        links: what it sent in a step from an own address to another one, without loopback: own address, the other one, bytes,
+            and milliseconds in which something was under way.
     """
 
     count: int
     own_ms: Mapping[str, float]
     step_ms: float
     steps: int
+    links: Sequence[tuple[str, str, float, float]] = ()
 
     @property
     def total_ms(self) -> float:
@@ -141,12 +152,22 @@ class OwnTimeNews:
         self.timer, self.tells_table = timer, tells_table
         self._interval_s, self._since_s = interval_s, -math.inf
         self._last: OwnTime | None = None
+        self._sent: dict[tuple[str, str], tuple[int, int]] = {}
 
     def fields(self, clock_s: float) -> dict[str, Any]:
         """Return the fields of a beat that tell the last own time; {} before there is one."""
         if clock_s - self._since_s >= self._interval_s and (own_time := self.timer.take()) is not None:
-            self._last, self._since_s = own_time, clock_s
+            self._last, self._since_s = replace(own_time, links=self._links(own_time.steps)), clock_s
         return {} if self._last is None else {"host": socket.gethostname(), "own_time": self._last}
+
+    def _links(self, num_steps: int) -> tuple[tuple[str, str, float, float], ...]:
+        before, self._sent = self._sent, tcp_links()
+        found = []
+        for (here, there), (sent, busy_us) in self._sent.items():
+            sent_before, busy_before = before.get((here, there), (0, 0))
+            if before and sent > sent_before:
+                found.append((here, there, (sent - sent_before) / num_steps, (busy_us - busy_before) / 1e3 / num_steps))
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -155,7 +176,7 @@ class SlowRank:
 
     Attributes:
         rank: the rank.
-        phase: the phase in which it loses the most.
+        phase: the phase in which it loses the most; or "link", if what it sends and receives takes longer.
         lost_ms: by how much its own time of that phase exceeds the others' median, in ms of a step.
         cost_ms: by how much every step would be shorter for all ranks if it were as fast as the slowest of the others.
         step_ms: the duration of its steps.
@@ -178,8 +199,10 @@ def behind(own_times: Mapping[int, OwnTime], threshold: float = THRESHOLD) -> li
     totals = {rank: each.total_ms for rank, each in own_times.items()}
     base = statistics.median_low(totals.values())
     late = [rank for rank, total in totals.items() if total > base * (1 + threshold)]
-    if not late or len(late) > len(own_times) // 2:
+    if len(late) > len(own_times) // 2:
         return []
+    if not late:
+        return slow_link(own_times)
     others = [rank for rank in own_times if rank not in late]
     slowest = max(totals[rank] for rank in others)
     found = []
@@ -190,6 +213,36 @@ def behind(own_times: Mapping[int, OwnTime], threshold: float = THRESHOLD) -> li
         phase = max(PHASES, key=lost.__getitem__)
         found.append(SlowRank(rank, phase, lost[phase], totals[rank] - slowest, own_times[rank].step_ms))
     return found
+
+
+def slow_link(own_times: Mapping[int, OwnTime]) -> list[SlowRank]:
+    """Return a rank of the host whose link is slow, if one is. See [Note: whose link].
+
+    Args:
+        own_times: that of each rank.
+    """
+    edges: dict[tuple[str, str], list[float]] = {}
+    ranks: dict[str, int] = {}
+    for rank, own_time in sorted(own_times.items()):
+        for here, there, num_bytes, busy_ms in own_time.links:
+            ranks.setdefault(here, rank)
+            edge = edges.setdefault((here, there), [0.0, 0.0])
+            edge[0], edge[1] = edge[0] + num_bytes, edge[1] + busy_ms
+    most = max((num_bytes for num_bytes, _ in edges.values()), default=0.0)
+    edges = {ends: edge for ends, edge in edges.items() if edge[0] >= most / 2 and set(ends) <= ranks.keys()}
+    if len({end for ends in edges for end in ends}) < 3:
+        return []
+    rates = sorted(busy_ms / num_bytes for num_bytes, busy_ms in edges.values())
+    usual = rates[(len(rates) - 1) // 4]  # a slow link slows down two edges, which may be half of all
+    lost = {ends: max(busy_ms - usual * num_bytes, 0.0) for ends, (num_bytes, busy_ms) in edges.items()}
+    scores = {host: sum(ms for ends, ms in lost.items() if host in ends) for host in ranks}
+    first, second = sorted(scores, key=scores.__getitem__, reverse=True)[:2]
+    lost_ms = max((ms for ends, ms in lost.items() if first in ends), default=0.0)
+    step_ms = statistics.median(each.step_ms for each in own_times.values())
+    if lost_ms < _LINK_SHARE * step_ms or scores[first] < _LINK_CLEAR * scores[second]:
+        return []
+    waits_ms = min(each.step_ms - each.total_ms for each in own_times.values())
+    return [SlowRank(ranks[first], "link", lost_ms, min(lost_ms, max(waits_ms, 0.0)), step_ms)]
 
 
 @dataclass

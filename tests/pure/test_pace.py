@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -223,6 +224,36 @@ def test_noise_hides_no_slow_rank_and_makes_none(phase: str) -> None:
     assert sum(run == right for run in runs) >= (95 if phase else 100)
 
 
+# Milliseconds in which a host sent to the next one of a ring, 34 MB each, as they were measured over links of 200 Mbit/s.
+RINGS = [
+    ((1488, 1448, 1360), None),  # all alike
+    ((1304, 5300, 5188), 1),  # the link of host 1 at 60 Mbit/s, both ways
+    ((1336, 4732, 2548), 1),  # what host 1 sends
+    ((1432, 1436, 5512, 5544), 2),
+    ((5300, 1304, 5188), 2),
+    ((5300, 5188), None),  # of two hosts nobody can tell
+]
+
+
+@pytest.mark.parametrize(("busy_ms", "expected"), RINGS)
+def test_whose_link_is_slow(busy_ms: tuple[int, ...], expected: int | None) -> None:
+    num = len(busy_ms)
+    told = {
+        2 * host + lane: replace(_pace(1), step_ms=7000.0, links=[(f"h{host}", f"h{(host - 1) % num}", 17e6, ms / 2)])
+        for host, ms in enumerate(busy_ms)
+        for lane in (0, 1)
+    }
+    found = behind(told)
+    assert [(each.rank, each.phase) for each in found] == ([] if expected is None else [(2 * expected, "link")])
+    late = {**told, 0: replace(told[0], own_ms={**told[0].own_ms, "data": 500.0})}
+    assert [each.phase for each in behind(late)] == ["data"]  # a rank that is behind explains it
+    beside = {
+        **told,
+        1: replace(told[1], links=[*told[1].links, ("h0", "store", 10.0, 900.0), ("h0", "h1", 5e3, 99.0)]),
+    }
+    assert [each.rank for each in behind(beside)] == [each.rank for each in found]
+
+
 def test_what_people_read() -> None:
     found = SlowRank(2, "data", 12.3456, 11.0, 120.0)
     assert sentence(found, "node7") == (
@@ -236,5 +267,5 @@ def test_what_people_read() -> None:
 
 
 def test_a_beat_carries_own_time() -> None:
-    beat = Beat(1, 2, 3, "n", host="h", own_time=_pace(4))
+    beat = Beat(1, 2, 3, "n", host="h", own_time=replace(_pace(4), links=(("a", "b", 1.5, 2.0),)))
     assert Beat.from_bytes(beat.to_bytes()) == beat
