@@ -79,12 +79,14 @@ def _watch(
     running = {"backward": False}
 
     def forward_began(module: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():  # the hooks of a module that is compiled whole are left out of its graph
+            return
         running["backward"] = False  # the last one may have been broken off by an exception
         if not only_training or torch.is_grad_enabled():
             begin("forward")
 
     def forward_ended(module: nn.Module, inputs: Any, output: Any) -> None:
-        if only_training and not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or (only_training and not torch.is_grad_enabled()):
             return
         end("forward")
         for leaf in _pytree.tree_leaves(output):
