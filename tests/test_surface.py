@@ -60,6 +60,7 @@ RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
     "-np",
     "--attention",
     "--backend",
+    "--batch-by",
     "--bucket-cap-mb",
     "--checkpoint",
     "--copy-output",
@@ -139,6 +140,7 @@ COMPARE_OPTIONS = {
 ENVIRONMENT = {
     "GUOZHUANG_ATTENTION",
     "GUOZHUANG_BACKEND",
+    "GUOZHUANG_BATCH_BY",
     "GUOZHUANG_BPSLAUNCH",
     "GUOZHUANG_BUCKET_CAP_MB",
     "GUOZHUANG_CHECKPOINT",

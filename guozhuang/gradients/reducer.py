@@ -26,6 +26,7 @@ from torch.autograd import Variable
 from ..exchange.base import Work
 from ..exchange.nan_watch import NanWatch
 from ..exchange.sparse import all_gather_mean, no_rows
+from ..registry import registry
 from ..timeline import Timeline
 from ..world.versions import never_compiled
 from .bucketed import BucketedParameters
@@ -76,6 +77,7 @@ class Reducer(BucketedParameters):
         self.timeline: Timeline | None = None
         self.num_ranks_used: list[int] = []
         self.error = ""
+        registry.weight.listen(self._keep_weighted)
         self._left_out: list[int] = []  # under static_graph, the parameters that the last pass lacked against the first
 
     # ---- This method runs between two passes. -----------------------------------------------------------------------------
@@ -149,7 +151,8 @@ class Reducer(BucketedParameters):
     def _begin(self, shadow: bool = False) -> Pass:
         selection, size = self._selection, self.group.size()
         num_active = self.num_active_ranks if self.exchange.averages else size
-        selection.views.begin(self.exchange.input_scale(size) * size / num_active)
+        weight = registry.weight.among(size, self.group.rank())
+        selection.views.begin(self.exchange.input_scale(size) * size / num_active * weight)
         fired, task = [0] * len(selection.names), torch._C._current_graph_task_id()
         self._pass = Pass(task, selection.expected.copy(), selection.num_awaited(), fired, shadow)
         return self._pass
@@ -246,11 +249,12 @@ class Reducer(BucketedParameters):
             return
         current.sent_ns = current.sent_ns or time.time_ns()
         timeline, step = self.timeline, self.step if self.exchange_step is None else self.exchange_step()
-        start_ns = 0 if timeline is None else timeline.now()
+        start_ns, began_ns = 0 if timeline is None else timeline.now(), time.perf_counter_ns()
         if not current.shadow:
             self._nan.look(bucket, self.step)
         work = self.exchange.start(bucket, self._state, step)
         current.works.append(work)
+        registry.waited_ns += time.perf_counter_ns() - began_ns
         if timeline is not None:
             record_start(current, bucket, work, start_ns, timeline)
         if self._in_turn:
@@ -305,7 +309,9 @@ class Reducer(BucketedParameters):
             record_ends(current, self.timeline, at_end=True)
         used = [True] * n
         if asking is not None:
+            began_ns = time.perf_counter_ns()
             self.num_ranks_used = asking.counts()
+            registry.waited_ns += time.perf_counter_ns() - began_ns
             used = selection.used_in_first_pass = [count > 0 for count in self.num_ranks_used]
         elif self.options.static_graph:  # agreed on in the first pass; no_sync gradients are alike on all ranks
             used = [a or b for a, b in zip(selection.used_in_first_pass, used_here, strict=True)]
@@ -343,13 +349,23 @@ class Reducer(BucketedParameters):
             if bucket.sparse and used[members[0]]:
                 parameter = bucket.parameters[0]
                 gradient = no_rows(parameter) if current.shadow or parameter.grad is None else parameter.grad
-                parameter.grad = all_gather_mean(gradient, self.num_active_ranks, self.group, current.others)
+                divisor = self.num_active_ranks / registry.weight.value
+                parameter.grad = all_gather_mean(gradient, divisor, self.group, current.others)
 
     def _wait(self, bucket: int, work: Work) -> None:
+        began_ns = time.perf_counter_ns()
         try:
             work.wait()
         except RuntimeError as error:
             raise self.cause_of(error, f"the exchange of bucket {bucket} of {len(self.buckets)}") from error
+        registry.waited_ns += time.perf_counter_ns() - began_ns
+
+    def _keep_weighted(self, factor: float) -> None:
+        """Multiply the gradients that backwards have left on this rank. See [Note: unequal parts] in registry.py."""
+        with torch.no_grad():
+            for parameter, is_local in zip(self.parameters, self._selection.accumulated, strict=True):
+                if is_local and parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     def cause_of(self, error: RuntimeError, what: str) -> RuntimeError:
         """Compose the error for a collective that failed: the cause that another rank reported, or that a rank is gone."""
