@@ -126,7 +126,7 @@ def loader(
         why = _why_equal(dataset, whole, batch_sampler, chosen_ends)
         shares = None if why else registry.shares  # type: ignore[assignment]
         if why and rank == 0:
-            _log.info("--batch-by %s: a loader keeps equal parts, because %s", registry.shares, why)
+            _log.warning("--batch-by %s: a loader keeps equal parts, because %s", registry.shares, why)
     elif shares is not None and (why := _why_equal(dataset, whole, batch_sampler, chosen_ends)):
         fix = "leave `shares` out, or give the loader a dataset with a length and a batch size"
         raise UsageError(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from guozhuang.data.shares import BatchParts, choose, divide
-from guozhuang.errors import WorldError, explain
+from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net import client
 from guozhuang.net.store import next_part
 from guozhuang.registry import registry
@@ -63,6 +63,20 @@ class SpeedParts(BatchParts):
         self._sample_s: list[float] = []  # of each step since the last decision: own seconds per sample
         self._num_steps = registry.num_steps
         self._round, self._is_told, self._has_chosen = 0, False, False
+
+    @override
+    def begin_pass(self) -> None:
+        """Count batches from 0 again.
+
+        Raises:
+            UsageError: as in the base class; or a model is on an accelerator, whose own time the host does not see.
+        """
+        super().begin_pass()
+        for each in registry.trained:
+            if any(parameter.device.type != "cpu" for parameter in each.module.parameters()):
+                what = "the speed of a rank is measured where it computes on the CPU"
+                fix = "give a share for each rank, as in shares=[3, 1]"
+                raise UsageError(explain(what, value=each.strategy, rank=self.rank, fix=fix))
 
     @override
     def begins(self, number: int) -> None:
@@ -113,7 +127,7 @@ class SpeedParts(BatchParts):
         self._from.append((first, self.sizes))
         if self.rank == 0:
             own = ", ".join(f"{each * 1e3:.3g}" for each in sample_s)
-            _log.info(
+            _log.warning(
                 'shares="speed": the ranks take %s of %d samples (own time of a sample: %s ms)',
                 *(", ".join(map(str, sizes)), self.total, own),
             )
