@@ -13,8 +13,10 @@ optimizers, come in the middle of a step.
 
 from __future__ import annotations
 
+import contextlib
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -112,6 +114,7 @@ class Registry:
         data_share: the number of this rank's share of the data, and how many shares there are; None outside of a world.
         shares: by what loaders divide batches that the script makes without ``shares``: "speed"; None: equally.
         weight: of the batch that was handed out last.
+        num_means: how often gradients have been averaged over the ranks; ranks that train together have the same number.
         waited_ns: how long this process has waited for other ranks in steps, in nanoseconds since it began.
     """
 
@@ -123,7 +126,8 @@ class Registry:
         self.data_share: tuple[int, int] | None = None
         self.shares: str | None = None
         self.weight = BatchWeight()
-        self.waited_ns = 0
+        self.num_means = self.waited_ns = 0
+        self._is_waiting = False
         self._leader: weakref.ref[Any] | None = None  # the loader that pauses
         # references to a Trained's objects, its strategy, and why that needs equal parts
         self._trained: list[tuple[list[weakref.ref[Any]], str, str]] = []
@@ -192,6 +196,19 @@ class Registry:
         if self.has_stepped and self.on_pause is not None:
             self.has_stepped = False
             self.on_pause()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as a wait for other ranks; nested waits count once. For the thread that trains."""
+        if self._is_waiting:
+            yield
+            return
+        began_ns, self._is_waiting = time.perf_counter_ns(), True
+        try:
+            yield
+        finally:
+            self.waited_ns += time.perf_counter_ns() - began_ns
+            self._is_waiting = False
 
     def stepped(self, optimizer: object, args: object, kwargs: object) -> None:
         """Record that an optimizer has stepped; registered as its hook."""

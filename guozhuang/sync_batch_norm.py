@@ -37,10 +37,16 @@ def collectives_of(group: dist.ProcessGroup) -> Collectives:
     def gather(mine: Tensor) -> Tensor:
         everyone = mine.new_empty(group.size(), mine.numel())
         if not mine.is_meta:
-            dist.all_gather(list(everyone.unbind(0)), mine, group=group)
+            with registry.waiting():
+                dist.all_gather(list(everyone.unbind(0)), mine, group=group)
         return everyone
 
-    return gather, lambda sums: None if sums.is_meta else dist.all_reduce(sums, group=group)
+    def add(sums: Tensor) -> None:
+        if not sums.is_meta:
+            with registry.waiting():
+                dist.all_reduce(sums, group=group)
+
+    return gather, add
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):

@@ -143,7 +143,8 @@ def loader(
     parts: BatchParts | None = None
     places = num_replicas, rank
     if shares is not None and whole is not None:
-        from guozhuang.data.shares import DividedBatches, make_parts  # imported only when needed
+        from guozhuang.data.shares import DividedBatches  # imported only when needed
+        from guozhuang.data.speed import make_parts
 
         places = 1, 0  # the sampler gives the order of all samples, in which a rank's part of each batch is cut
         least = whole if drop_last else num_replicas if chosen_ends == "drop" else 1

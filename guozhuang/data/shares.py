@@ -6,8 +6,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-import torch.distributed as dist
-
 from guozhuang.data.batches import SeededIndices, seed_of
 from guozhuang.data.sampler import DistributedSampler
 from guozhuang.errors import UsageError, explain
@@ -177,26 +175,6 @@ def check_shares(shares: Sequence[float] | str, num_ranks: int, rank: int, total
         fix = f"a global batch of {enough} samples is enough; or give that rank a greater share"
         raise UsageError(explain(what, value=shares, rank=rank, fix=fix))
     return parts
-
-
-def make_parts(
-    shares: Sequence[float] | str, total: int, num_ranks: int, rank: int, least: int, num_ahead: int
-) -> BatchParts:
-    """Return how the ranks divide each global batch of ``total`` samples; see :class:`BatchParts` and ``SpeedParts``.
-
-    Raises:
-        UsageError: the shares do not fit, or speeds cannot be compared because the ranks are not those of the world.
-    """
-    if shares != "speed":
-        return BatchParts(check_shares(shares, num_ranks, rank, total), rank, least)
-    from guozhuang.data.speed import SpeedParts  # imported only when needed
-
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if num_ranks != world:
-        what = f"{num_ranks} ranks share the data, and the speeds of {world} can be compared"
-        fix = "call gz.init() first, and divide the data among all ranks of the world; or give a share for each rank"
-        raise UsageError(explain(what, value=shares, rank=rank, fix=fix))
-    return SpeedParts(total, num_ranks, rank, least, num_ahead)
 
 
 def choose(sizes: Sequence[int], sample_s: Sequence[float], gain: float) -> list[int]:

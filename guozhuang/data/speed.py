@@ -1,4 +1,4 @@
-"""BatchParts of a global batch that follow the measured speeds of the ranks: ``shares="speed"`` of the loader.
+"""Parts of a global batch that follow the measured speeds of the ranks: ``shares="speed"`` of the loader.
 
 [Note: how parts follow speeds] A rank measures its own time: from the moment at which it begins to fetch a batch until the
 script asks for the next one, without the time in which it waited for other ranks. After ``EVERY`` steps each rank puts the
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from typing_extensions import override
 
-from guozhuang.data.shares import BatchParts, choose, divide
+from guozhuang.data.shares import BatchParts, check_shares, choose, divide
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net import client
 from guozhuang.net.store import next_part
@@ -33,7 +33,7 @@ _log = logging.getLogger("guozhuang")
 
 
 class SpeedParts(BatchParts):
-    """BatchParts that follow the speeds of the ranks; equal at first. Every rank must make them, and train in step.
+    """Parts that follow the speeds of the ranks; equal at first. Every rank must make them, and train in step.
 
     Args:
         total: samples of a global batch.
@@ -61,7 +61,7 @@ class SpeedParts(BatchParts):
         self._began = 0, 0  # when the batch was asked for: the clock, and the waits by then
         self._own_ns, self._num_samples = 0, 0  # of the running step
         self._sample_s: list[float] = []  # of each step since the last decision: own seconds per sample
-        self._num_steps = registry.num_steps
+        self._num_means = registry.num_means
         self._round, self._is_told, self._has_chosen = 0, False, False
 
     @override
@@ -80,8 +80,8 @@ class SpeedParts(BatchParts):
 
     @override
     def begins(self, number: int) -> None:
-        if registry.num_steps > self._num_steps and self._num_samples:
-            self._num_steps = registry.num_steps
+        if registry.num_means > self._num_means and self._num_samples:
+            self._num_means = registry.num_means
             self._sample_s.append(self._own_ns / 1e9 / self._num_samples)
             self._own_ns = self._num_samples = 0
             if self._store is not None and self._is_told:
@@ -140,3 +140,21 @@ class SpeedParts(BatchParts):
     def load(self, sizes: object) -> None:
         if isinstance(sizes, list) and len(sizes) == self.num_ranks:
             self.sizes = tuple(divide(self.total, sizes, least=1))
+
+
+def make_parts(
+    shares: Sequence[float] | str, total: int, num_ranks: int, rank: int, least: int, num_ahead: int
+) -> BatchParts:
+    """Return how the ranks divide each global batch of ``total`` samples; see :class:`BatchParts` and ``SpeedParts``.
+
+    Raises:
+        UsageError: the shares do not fit, or speeds cannot be compared because the ranks are not those of the world.
+    """
+    if shares != "speed":
+        return BatchParts(check_shares(shares, num_ranks, rank, total), rank, least)
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if num_ranks != world:
+        what = f"{num_ranks} ranks share the data, and the speeds of {world} can be compared"
+        fix = "call gz.init() first, and divide the data among all ranks of the world; or give a share for each rank"
+        raise UsageError(explain(what, value=shares, rank=rank, fix=fix))
+    return SpeedParts(total, num_ranks, rank, least, num_ahead)

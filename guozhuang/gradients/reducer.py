@@ -249,12 +249,12 @@ class Reducer(BucketedParameters):
             return
         current.sent_ns = current.sent_ns or time.time_ns()
         timeline, step = self.timeline, self.step if self.exchange_step is None else self.exchange_step()
-        start_ns, began_ns = 0 if timeline is None else timeline.now(), time.perf_counter_ns()
+        start_ns = 0 if timeline is None else timeline.now()
         if not current.shadow:
             self._nan.look(bucket, self.step)
-        work = self.exchange.start(bucket, self._state, step)
+        with registry.waiting():  # some groups and methods have ended when they return
+            work = self.exchange.start(bucket, self._state, step)
         current.works.append(work)
-        registry.waited_ns += time.perf_counter_ns() - began_ns
         if timeline is not None:
             record_start(current, bucket, work, start_ns, timeline)
         if self._in_turn:
@@ -309,9 +309,8 @@ class Reducer(BucketedParameters):
             record_ends(current, self.timeline, at_end=True)
         used = [True] * n
         if asking is not None:
-            began_ns = time.perf_counter_ns()
-            self.num_ranks_used = asking.counts()
-            registry.waited_ns += time.perf_counter_ns() - began_ns
+            with registry.waiting():
+                self.num_ranks_used = asking.counts()
             used = selection.used_in_first_pass = [count > 0 for count in self.num_ranks_used]
         elif self.options.static_graph:  # agreed on in the first pass; no_sync gradients are alike on all ranks
             used = [a or b for a, b in zip(selection.used_in_first_pass, used_here, strict=True)]
@@ -333,6 +332,7 @@ class Reducer(BucketedParameters):
         self._last_pass, self._pass, self._any_backward = current, None, False
         self._pass_since_forward = not current.shadow
         self.step += 1
+        registry.num_means += 1
         if self.after_pass is not None:
             self.after_pass()
 
@@ -353,12 +353,11 @@ class Reducer(BucketedParameters):
                 parameter.grad = all_gather_mean(gradient, divisor, self.group, current.others)
 
     def _wait(self, bucket: int, work: Work) -> None:
-        began_ns = time.perf_counter_ns()
         try:
-            work.wait()
+            with registry.waiting():
+                work.wait()
         except RuntimeError as error:
             raise self.cause_of(error, f"the exchange of bucket {bucket} of {len(self.buckets)}") from error
-        registry.waited_ns += time.perf_counter_ns() - began_ns
 
     def _keep_weighted(self, factor: float) -> None:
         """Multiply the gradients that backwards have left on this rank. See [Note: unequal parts] in registry.py."""

@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange, Work
 from ..exchange.nan_watch import NanWatch
+from ..registry import registry
 from ..world.devices import device_of
 from .buckets import Bucket, Placement
 from .unused import UsedAnywhere
@@ -167,9 +168,10 @@ class StepReducer:
 
     def _start(self, bucket: Bucket) -> None:
         self._nan.look(bucket, self.step)
-        work = self._now.works[bucket.index] = self.exchange.start(bucket, self.state, self.step)
-        if not self.exchange.one_round and bucket.flat.device.type == "cpu":  # or rounds of two buckets would mix
-            work.wait()
+        with registry.waiting():
+            work = self._now.works[bucket.index] = self.exchange.start(bucket, self.state, self.step)
+            if not self.exchange.one_round and bucket.flat.device.type == "cpu":  # or rounds of two buckets would mix
+                work.wait()
 
     def _start_rest(self) -> None:
         for b in range(self._now.next, len(self.buckets)):
@@ -203,7 +205,8 @@ class StepReducer:
         if sent_early:
             now = torch.stack([_bit_sum(bucket.flat) for bucket in self.buckets])
             flags[num_parameters:-1] = now != torch.stack([s for s in self._now.sums if s is not None])
-        known = [count > 0 for count in UsedAnywhere(flags, self._group, flags.device).counts()]
+        with registry.waiting():
+            known = [count > 0 for count in UsedAnywhere(flags, self._group, flags.device).counts()]
         self._now.again = {b for b in range(num_buckets) if known[num_parameters + b]}
         self._now.is_calm = not known[-1] and not self._now.again
         return known[:num_parameters]
@@ -212,7 +215,8 @@ class StepReducer:
         """Wait for the result of a bucket; one that has changed since it was sent is sent again. Every rank must call it."""
         work = self._now.works[bucket]
         assert work is not None and self._now.has_agreed
-        work.wait()
+        with registry.waiting():
+            work.wait()
         if bucket in self._now.again:
             self._start(self.buckets[bucket])
             self._now.works[bucket].wait()  # type: ignore[union-attr]

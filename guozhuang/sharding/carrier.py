@@ -118,6 +118,7 @@ class Carrier(ABC):
         assert self._is_open
         self._publish()
         self._drop()
+        registry.num_means += 1
 
     def skip(self) -> None:
         """Drop the collected gradients of the blocks (set them to None) without a step, if any were collected."""

@@ -52,7 +52,7 @@ class OfRank:
 
 @pytest.fixture(autouse=True)
 def _registry_of_each_rank() -> Iterator[None]:
-    parts = {"weight": BatchWeight, "_leader": lambda: None, "num_steps": int, "waited_ns": int}
+    parts = {"weight": BatchWeight, "_leader": lambda: None, "num_means": int, "waited_ns": int, "_is_waiting": bool}
     with mock.patch.multiple(Registry, create=True, **{n: OfRank(n, make) for n, make in parts.items()}):
         yield
 
@@ -145,7 +145,6 @@ def train(
             stepped.step()
             stepped.zero_grad()
             step += 1
-            registry.num_steps += 1
             after(batches, step)
     return torch.cat([each.detach().reshape(-1).clone() for each in [*model.parameters(), *model.buffers()]])
 
@@ -272,7 +271,6 @@ def adapting(rank: int, size: int, slow: Callable[[int], int]) -> tuple[list[int
             model(rows, words).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            registry.num_steps += 1
     return sizes, seen, batches.state_dict()
 
 

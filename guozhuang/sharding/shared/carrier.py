@@ -8,7 +8,6 @@ optimizer reads it.
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -127,10 +126,8 @@ class SharedCarrier(Carrier):
         return frozenset(i for i, is_used in enumerate(self.gradients.used()) if not is_used)
 
     def _wait(self, what: bytes, private: bytes = b"") -> tuple[bytes, ...]:
-        began_ns = time.perf_counter_ns()
-        told = self._segments.meet(what, private)
-        registry.waited_ns += time.perf_counter_ns() - began_ns
-        return told
+        with registry.waiting():
+            return self._segments.meet(what, private)
 
     @override
     def _means(self, keep: bool) -> Iterator[Sequence[int]]:
