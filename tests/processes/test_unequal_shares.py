@@ -106,6 +106,7 @@ def test_every_strategy_of_several_ranks_is_asked() -> None:
 SCRIPT = """
 import json, sys, time, torch
 import guozhuang as gz
+from guozhuang.registry import registry
 
 class Data:
     def __len__(self):
@@ -116,12 +117,13 @@ class Data:
 
 model = torch.nn.Linear(4, 1)
 model, optimizer = gz.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
-batches = gz.loader(Data(), global_batch_size=32)
+batches = gz.loader(Data(), global_batch_size=32, num_workers=int(sys.argv[2]))
 equal = gz.loader(Data(), 8, ends="uneven")
 rank, sizes, seen = gz.init().rank, [], []
 for index, rows in batches:
     sizes.append(len(rows))
     seen += index.tolist()
+    assert abs(registry.weight.value - len(rows) * 2 / (32 if len(sizes) < 43 else 7)) < 1e-9
     time.sleep(0.002 * len(rows) * (2 if rank == (1 if len(sizes) <= 21 else 0) else 1))
     model(rows).square().mean().backward()
     optimizer.step()
@@ -130,11 +132,11 @@ json.dump([sizes, seen], open(f"{sys.argv[1]}/{rank}.json", "w"))
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "sharded"])
-def test_run_by_speed_adapts_within_20_steps(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "num_workers"), [("ddp", 0), ("sharded", 2)])
+def test_run_by_speed_adapts_within_20_steps(strategy: str, num_workers: int, tmp_path: Path) -> None:
     """A rank needs twice as long for a sample; after 21 steps it is the other one."""
     script = launching.write(tmp_path, SCRIPT)
-    words = ("run", "-np", "2", "--batch-by", "speed", "--strategy", strategy, script, tmp_path)
+    words = ("run", "-np", "2", "--batch-by", "speed", "--strategy", strategy, script, tmp_path, num_workers)
     done = launching.guozhuang(*words, folder=tmp_path, timeout_s=120)
     assert done.returncode == 0, done
     (sizes, seen), (others, also_seen) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
