@@ -83,9 +83,9 @@ def loader(
             ranks, as in ``DistributedSampler``. With "uneven", ranks may differ by one sample and so by one batch: train
             inside ``with model.join():`` of the wrapped model, or the ranks with one more wait for the others.
         shares: how ranks divide each global batch where they are not equally fast: a number above 0 for each rank, in whose
-            proportion they get whole samples; or "speed": in proportion to their measured speed, which needs ``gz.prepare``.
-            The same on all ranks. The global batch stays as large, and gradients are weighted by samples. Take one batch at a
-            time, because the weight is that of the last one. None: equal parts, unless ``guozhuang run --batch-by`` was given.
+            proportion they get whole samples; or "speed": in proportion to their measured speed. The same on all ranks. The
+            global batch stays as large, and gradients are weighted by samples; take one batch at a time, because the weight is
+            that of the last one. None: equal parts, unless ``guozhuang run --batch-by speed`` was given.
         num_workers: number of processes that load data; 0 loads in this process.
         collate_fn: makes a batch of a list of samples. Default: torch's ``default_collate``.
         sampler: an iterable of indices with a length, over the whole dataset and equal on all ranks (torch's
@@ -200,8 +200,8 @@ class Loader:
     not those that workers have fetched ahead, so ``state_dict`` may be called between any two steps.
 
     Attributes:
-        sampler: the share of this rank: a ``DistributedSampler``, or a ``StridedStream`` or ``SelfSharded`` of an
-            ``IterableDataset``. Its ``state_dict`` is the loader's.
+        sampler: the share of this rank, with ``parts`` the order of all samples: a ``DistributedSampler``, or a
+            ``StridedStream`` or ``SelfSharded`` of an ``IterableDataset``. Its ``state_dict`` is the loader's.
         batch_sampler: iterable of the index lists of the current pass; None for a stream, and for items that are batches.
         dataset: the dataset given to ``loader``.
         batch_size: samples per batch of this rank, with ``shares`` of the mean rank; None where the dataset or the batch
@@ -276,7 +276,7 @@ class Loader:
         source: Iterator[Any] = iter(self._batches)
         if isinstance(self.sampler, StreamShare):
             source = itertools.islice(source, self.sampler.num_skipped, None)
-        return self._hand_out(run, source)
+        return self._hand_out(run, source, progress.start)
 
     def _is_over(self) -> bool:
         """Tell whether the next pass takes the next epoch; a rest without batches is over once a pass has begun."""
@@ -287,12 +287,12 @@ class Loader:
         is_begun = self._run is not None and self._run.newest
         return self.sampler.progress.is_full(full_at) or (is_begun and full_at == 0)
 
-    def _hand_out(self, run: EpochPass, source: Iterator[Any]) -> Iterator[Any]:
+    def _hand_out(self, run: EpochPass, source: Iterator[Any], start: int) -> Iterator[Any]:
         shared = self.persistent_workers and self.num_workers > 0
         # With "uneven" some ranks ask for a batch more than others, so they would not pause together.
         pauses = self.sampler.ends != "uneven"
         num_steps = registry.num_steps  # when the last batch was handed out
-        parts, start = self.parts, self.sampler.progress.start
+        parts = self.parts
         try:
             for number in itertools.count():
                 if self._run is run:
