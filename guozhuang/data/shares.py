@@ -177,25 +177,34 @@ def check_shares(shares: Sequence[float] | str, num_ranks: int, rank: int, total
     return parts
 
 
-def choose(sizes: Sequence[int], sample_s: Sequence[float], gain: float) -> list[int]:
+#: The share of a step's time that a change of the parts must save: at once, and where two decisions in succession say so.
+CLEAR, SLIGHT = 0.10, 0.03
+
+
+def choose(sizes: Sequence[int], sample_s: Sequence[float], was_near: bool = False) -> tuple[list[int], bool]:
     """Decide how the ranks divide the next global batches.
 
     A rank's part follows its speed, as if its time were in proportion to its samples. Where a part of it is not, the parts
-    come closer to equal times with each decision.
+    come closer to equal times with each decision. What a change saves must be clear, or be seen twice, so that noise does not
+    change the parts to and fro.
 
     Args:
-        sizes: the parts by which the ranks have been measured.
+        sizes: the present parts.
         sample_s: seconds that each rank has needed for one of its samples, without waits for others.
-        gain: the share of a step's time that a change must save, so that noise changes nothing.
+        was_near: whether the last decision saw that a change would save a little.
 
     Returns:
-        The new parts, at least 1 each, or ``sizes``. A pure function: equal arguments give equal results on all ranks.
+        The new parts, at least 1 each, or the present ones; and whether a change would have saved a little. A pure function:
+        equal arguments give equal results on all ranks.
     """
     if not all(math.isfinite(each) and each > 0 for each in sample_s):
-        return list(sizes)
+        return list(sizes), False
 
     def step_s(parts: Sequence[int]) -> float:
         return max(part * each for part, each in zip(parts, sample_s, strict=True))
 
     found = divide(sum(sizes), [1 / each for each in sample_s], least=1)
-    return found if step_s(found) < step_s(sizes) * (1 - gain) else list(sizes)
+    saved = 1 - step_s(found) / step_s(sizes)
+    if saved > (SLIGHT if was_near else CLEAR):
+        return found, False
+    return list(sizes), saved > SLIGHT

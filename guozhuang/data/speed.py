@@ -26,8 +26,6 @@ from guozhuang.units import ranks_text
 
 #: Steps between two measurements of speed.
 EVERY = 5
-#: The share of a step's time that a change of the parts must save.
-GAIN = 0.03
 _LIMIT_S = 300.0  # how long a rank waits for the speeds of the others
 _log = logging.getLogger("guozhuang")
 
@@ -62,7 +60,7 @@ class SpeedParts(BatchParts):
         self._own_ns, self._num_samples = 0, 0  # of the running step
         self._sample_s: list[float] = []  # of each step since the last decision: own seconds per sample
         self._num_means = registry.num_means
-        self._round, self._is_told, self._has_chosen = 0, False, False
+        self._round, self._is_told, self._was_near, self._has_chosen = 0, False, False, False
 
     @override
     def begin_pass(self) -> None:
@@ -118,7 +116,8 @@ class SpeedParts(BatchParts):
         told = [text.split() for text in store.multi_get(keys)]
         sample_s = [float(each) for each, _ in told]
         self._round, self._is_told, self._sample_s = self._round + 1, False, []
-        self._change(choose(self.sizes, sample_s, GAIN), number + max(int(each) for _, each in told), sample_s)
+        sizes, self._was_near = choose(self.sizes, sample_s, self._was_near)
+        self._change(sizes, number + max(int(each) for _, each in told), sample_s)
 
     def _change(self, sizes: Sequence[int], first: int, sample_s: Sequence[float]) -> None:
         if tuple(sizes) == self.sizes and self._has_chosen:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.data.shares import BatchParts, choose, divide
-from guozhuang.data.speed import GAIN
 
 positive = st.floats(1e-3, 1e3)
 
@@ -39,44 +38,51 @@ def test_parts_are_within_one_sample_of_their_shares(shares: list[float], num_sa
         assert min(divide(num_samples, shares, least=1)) >= 1 and sum(divide(num_samples, shares, 1)) == num_samples
 
 
-DECISIONS: list[tuple[str, list[int], list[float], list[int]]] = [
-    ("half as fast", [16, 16], [1, 2], [21, 11]),
-    ("as fast again", [21, 11], [1, 1], [16, 16]),
-    ("equal", [16, 16], [1, 1], [16, 16]),
-    ("noise", [16, 16], [1, 1.05], [16, 16]),
-    ("stopped nearly", [16, 16], [1, 1000], [31, 1]),
-    ("one sample each", [1, 1], [1, 9], [1, 1]),
-    ("three", [10, 10, 10], [1, 1, 2], [12, 12, 6]),
-    ("no time was measured", [16, 16], [0.0, 1], [16, 16]),
-    ("not a number", [16, 16], [float("nan"), 1], [16, 16]),
+# The parts, seconds per sample of each rank, whether the last decision was near a change: the new parts, and whether near one.
+DECISIONS: list[tuple[str, list[int], list[float], bool, list[int], bool]] = [
+    ("half as fast", [16, 16], [1, 2], False, [21, 11], False),
+    ("as fast again", [21, 11], [1, 1], False, [16, 16], False),
+    ("equal", [16, 16], [1, 1], False, [16, 16], False),
+    ("noise", [16, 16], [1, 1.05], True, [16, 16], False),
+    ("a little", [16, 16], [1, 1.15], False, [16, 16], True),
+    ("a little again", [16, 16], [1, 1.15], True, [17, 15], False),
+    ("stopped nearly", [16, 16], [1, 1000], False, [31, 1], False),
+    ("one sample each", [1, 1], [1, 9], True, [1, 1], False),
+    ("three", [10, 10, 10], [1, 1, 2], False, [12, 12, 6], False),
+    ("no time was measured", [16, 16], [0.0, 1], True, [16, 16], False),
+    ("not a number", [16, 16], [float("nan"), 1], True, [16, 16], False),
 ]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "sample_s", "wanted"), [row[1:] for row in DECISIONS], ids=[row[0] for row in DECISIONS]
+    ("sizes", "sample_s", "was_near", "wanted", "is_near"),
+    [row[1:] for row in DECISIONS],
+    ids=[row[0] for row in DECISIONS],
 )
-def test_speeds_decide(sizes: list[int], sample_s: list[float], wanted: list[int]) -> None:
-    assert choose(sizes, sample_s, GAIN) == wanted
+def test_speeds_decide(
+    sizes: list[int], sample_s: list[float], was_near: bool, wanted: list[int], is_near: bool
+) -> None:
+    assert choose(sizes, sample_s, was_near) == (wanted, is_near)
 
 
 @given(st.lists(positive, min_size=2, max_size=6), st.integers(1, 40))
 def test_a_decision_is_kept(sample_s: list[float], per_rank: int) -> None:
-    """With times in proportion to samples one decision is enough: the next one changes nothing, and no rank has 0."""
+    """With times in proportion to samples one change is enough: the next decision changes nothing, and no rank has 0."""
     sizes = divide(per_rank * len(sample_s), [1] * len(sample_s))
-    found = choose(sizes, sample_s, GAIN)
-    assert min(found) >= 1 and sum(found) == sum(sizes) and choose(found, sample_s, GAIN) == found
+    found, _ = choose(sizes, sample_s, True)
+    assert min(found) >= 1 and sum(found) == sum(sizes) and choose(found, sample_s, True) == (found, False)
 
 
 @pytest.mark.parametrize("fixed", [0.0, 0.1, 0.3])
 def test_two_decisions_are_enough_for_a_rank_at_half_speed(fixed: float) -> None:
-    """A part of a step that does not depend on samples: two decisions come within 5 % of the best parts."""
+    """Also with a part of a step that does not depend on samples: two decisions come within 5 % of the best parts."""
 
     def step_s(sizes: list[int]) -> list[float]:
         return [slow * (fixed * 32 + (1 - fixed) * size) for slow, size in zip((1, 2), sizes, strict=True)]
 
-    sizes, best = [32, 32], min(max(step_s([n, 64 - n])) for n in range(1, 64))
+    sizes, best, is_near = [32, 32], min(max(step_s([n, 64 - n])) for n in range(1, 64)), False
     for _ in range(2):
-        sizes = choose(sizes, [s / n for s, n in zip(step_s(sizes), sizes, strict=True)], GAIN)
+        sizes, is_near = choose(sizes, [s / n for s, n in zip(step_s(sizes), sizes, strict=True)], is_near)
     assert max(step_s(sizes)) <= 1.05 * best
 
 
