@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from guozhuang.errors import UsageError, explain
+
 
 class Stateful(Protocol):
     """An object whose state can be saved and restored: the protocol of ``torch.distributed.checkpoint.stateful.Stateful``."""
@@ -44,12 +46,59 @@ class Trained:
         model: what the script calls in its place.
         optimizer: what the script steps.
         strategy: the name of the strategy.
+        why_equal: why its ranks need equal parts of a batch: a clause for an error; "" if they do not.
     """
 
     module: Any
     model: Any
     optimizer: Any
     strategy: str
+    why_equal: str = ""
+
+
+class BatchWeight:
+    """How much this rank's gradient counts in the mean over the ranks, where these have unequal parts of a global batch.
+
+    [Note: unequal parts] The mean loss over the b_r samples of rank r has the gradient g_r. That of the mean over the whole
+    batch is sum(b_r g_r) / sum(b_r), which is the mean over n ranks of w_r g_r with the weight w_r = b_r n / sum(b_r). So
+    what averages gradients multiplies this rank's by its weight first, and everything behind it (clipping, the optimizer) is
+    as with equal parts. The weight is that of the batch which the loader has handed out last. Gradients that a rank has kept
+    for itself by then, those of micro-batches, belong to the weight before: what holds them listens, and is told the factor
+    by which it multiplies them, so that each counts by its own weight.
+
+    Attributes:
+        value: the weight of this rank; 1.0 for equal parts.
+        num_ranks: how many ranks have parts of the batch; 0: all parts are equal. The same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.value, self.num_ranks = 1.0, 0
+        self._listeners: list[weakref.WeakMethod[Callable[[float], object]]] = []
+
+    def listen(self, keep: Callable[[float], object]) -> None:
+        """Call a bound method, held weakly, with the factor for gradients that a rank keeps whenever the weight changes."""
+        self._listeners = [each for each in self._listeners if each() is not None]
+        self._listeners.append(weakref.WeakMethod(keep))
+
+    def set(self, value: float, num_ranks: int) -> None:
+        """Change the weight to that of a batch, which is now handed out. Not collective."""
+        before, self.value, self.num_ranks = self.value, value, num_ranks
+        if value != before:
+            for listener in self._listeners:
+                if (keep := listener()) is not None:
+                    keep(before / value)
+
+    def among(self, num_ranks: int, rank: int) -> float:
+        """Return the weight in a mean over so many ranks.
+
+        Raises:
+            UsageError: the parts are unequal, and were divided among another number of ranks.
+        """
+        if self.num_ranks not in (0, num_ranks):
+            what = f"a batch has {self.num_ranks} unequal parts, and gradients are averaged over {num_ranks} ranks"
+            fix = "make the loader with equal shares, or train over the ranks that share it"
+            raise UsageError(explain(what, value=num_ranks, rank=rank, fix=fix))
+        return self.value
 
 
 class Registry:
@@ -62,6 +111,9 @@ class Registry:
         num_steps: how often optimizers have stepped.
         own_time: what the heartbeat tells of the own time of this process, and its timer; None: it is not measured.
         data_share: the number of this rank's share of the data, and how many shares there are; None outside of a world.
+        shares: by what loaders divide batches that the script makes without ``shares``: "speed"; None: equally.
+        weight: of the batch that was handed out last.
+        num_means: how often gradients have been averaged over the ranks; ranks that train together have the same number.
     """
 
     def __init__(self) -> None:
@@ -71,20 +123,22 @@ class Registry:
         self.num_steps = 0
         self.own_time: Any = None
         self.data_share: tuple[int, int] | None = None
+        self.shares: str | None = None
+        self.weight = BatchWeight()
+        self.num_means = 0
         self._leader: weakref.ref[Any] | None = None  # the loader that pauses
-        self._trained: list[
-            tuple[list[weakref.ref[Any]], str]
-        ] = []  # references to a Trained's objects, and its strategy
+        # references to a Trained's objects, its strategy, and why that needs equal parts
+        self._trained: list[tuple[list[weakref.ref[Any]], str, str]] = []
         self._loaders: list[weakref.ref[Any]] = []
 
     @property
     def trained(self) -> list[Trained]:
         """The models and optimizers of which the script still holds all parts."""
         found = []
-        for references, strategy in self._trained:
+        for references, strategy, why_equal in self._trained:
             module, model, optimizer = (reference() for reference in references)
             if module is not None and model is not None and optimizer is not None:
-                found.append(Trained(module, model, optimizer, strategy))
+                found.append(Trained(module, model, optimizer, strategy, why_equal))
         return found
 
     def trained_with(self, model: object) -> Trained | None:
@@ -97,9 +151,11 @@ class Registry:
         """The loaders that the script still holds."""
         return [loader for reference in self._loaders if (loader := reference()) is not None]
 
-    def add_trained(self, module: object, model: object, optimizer: _PostHooks, strategy: str) -> None:
-        """Remember a prepared model with its optimizer, whose steps count from now on."""
-        self._trained.append(([weakref.ref(module), weakref.ref(model), weakref.ref(optimizer)], strategy))
+    def add_trained(
+        self, module: object, model: object, optimizer: _PostHooks, strategy: str, why_equal: str = ""
+    ) -> None:
+        """Remember a prepared model with its optimizer, whose steps count from now on. See :class:`Trained`."""
+        self._trained.append(([weakref.ref(module), weakref.ref(model), weakref.ref(optimizer)], strategy, why_equal))
         optimizer.register_step_post_hook(self.stepped)
 
     def forget(self, model: object) -> None:
@@ -119,13 +175,19 @@ class Registry:
         self.has_stepped = False
         self._leader = self.own_time = None
         self._trained, self._loaders = [], []
+        self.weight = BatchWeight()
 
     def leads(self, loader: Any) -> bool:
         """Tell whether a loader is the one that pauses; it becomes so if no other one has a pass that goes on."""
+        if self.may_lead(loader):
+            self._leader = weakref.ref(loader)
+            return True
+        return False
+
+    def may_lead(self, loader: Any) -> bool:
+        """Tell whether no other loader is the one that pauses."""
         leader = None if self._leader is None else self._leader()
-        if leader is None or not leader.is_open:
-            self._leader, leader = weakref.ref(loader), loader
-        return leader is loader
+        return leader is None or leader is loader or not leader.is_open
 
     def pause(self) -> None:
         """Let ``on_pause`` act if an optimizer has stepped since the last pause. See [Note: between two steps]."""

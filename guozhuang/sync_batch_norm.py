@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UsageError, explain
+from .registry import registry
+from .watch.waits import waits
 
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -36,10 +38,16 @@ def collectives_of(group: dist.ProcessGroup) -> Collectives:
     def gather(mine: Tensor) -> Tensor:
         everyone = mine.new_empty(group.size(), mine.numel())
         if not mine.is_meta:
-            dist.all_gather(list(everyone.unbind(0)), mine, group=group)
+            with waits.inside():
+                dist.all_gather(list(everyone.unbind(0)), mine, group=group)
         return everyone
 
-    return gather, lambda sums: None if sums.is_meta else dist.all_reduce(sums, group=group)
+    def add(sums: Tensor) -> None:
+        if not sums.is_meta:
+            with waits.inside():
+                dist.all_reduce(sums, group=group)
+
+    return gather, add
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -54,7 +62,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:  # PyTorch calls the argument ``input`` too
         """Normalize by the statistics of the joined batch in training mode, by the running statistics in evaluation mode."""
-        if input.device.type != "cpu":
+        if input.device.type != "cpu" and registry.weight.num_ranks == 0:
             return super().forward(input)
         group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
         return self.normalized(input, None if group is None or group.size() == 1 else collectives_of(group))
@@ -76,7 +84,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self.num_batches_tracked.add_(1)
         if not self.training:  # no running statistics: PyTorch normalizes by the local batch in evaluation mode
             return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        output, mean, variance, count = normalize(input, self.weight, self.bias, self.eps, collectives)
+        weight = registry.weight.value
+        output, mean, variance, count = normalize(input, self.weight, self.bias, self.eps, collectives, 1, weight)
         if self.track_running_stats:
             rate = 1.0 / float(self.num_batches_tracked or 1) if self.momentum is None else self.momentum
             update_running(self.running_mean, self.running_var, mean, variance, count, rate)
@@ -169,6 +178,7 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         collectives: Collectives,
         channels_of_group: int,
+        weight_of_rank: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = torch.promote_types(input.dtype, torch.float32)
         x = input.to(wide)
@@ -202,6 +212,7 @@ class _Normalize(torch.autograd.Function):
             eps,
             channels_of_group,
         )
+        ctx.weight_of_rank = weight_of_rank
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count
 
@@ -209,7 +220,7 @@ class _Normalize(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, gradient: Tensor, *_: Any
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
         input, weight, mean, variance, count = ctx.saved_tensors
         x, dy = input.to(mean.dtype), gradient.to(mean.dtype)
         mean, variance = (_of_channels(each, ctx.channels_of_group) for each in (mean, variance))
@@ -219,17 +230,20 @@ class _Normalize(torch.autograd.Function):
         d_bias = sum_dy.to(weight.dtype) if ctx.has_bias else None
         if not ctx.needs_input_grad[0]:
             # All ranks skip the collective alike: whether the input needs a gradient depends on the model only.
-            return None, d_weight, d_bias, None, None, None
+            return None, d_weight, d_bias, None, None, None, None
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         sums = torch.stack([scale * sum_dy, scale * sum_dy_normal]).view(2, -1, ctx.channels_of_group).sum(2)
+        if ctx.weight_of_rank != 1.0:
+            sums.mul_(ctx.weight_of_rank)
         ctx.collectives[1](sums)
-        mean_dy, mean_dy_normal = _of_channels(sums / count, ctx.channels_of_group)
+        # This rank's gradients are weighted later, so what they share with those of other ranks is divided by the weight here.
+        mean_dy, mean_dy_normal = _of_channels(sums / count / ctx.weight_of_rank, ctx.channels_of_group)
         shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
         of_x = -inverse * inverse * mean_dy_normal
         # The mean is taken off first: a large one would take the digits of what is left.
         dx = torch.addcmul((-inverse * mean_dy).view(shape), x - mean.view(shape), of_x.view(shape))
         dx.addcmul_(dy, (inverse * scale).view(shape))
-        return dx.to(input.dtype), d_weight, d_bias, None, None, None
+        return dx.to(input.dtype), d_weight, d_bias, None, None, None, None
 
 
 def _of_channels(of_groups: Tensor, channels_of_group: int) -> Tensor:
@@ -253,6 +267,7 @@ def normalize(
     eps: float,
     collectives: Collectives,
     channels_of_group: int = 1,
+    weight_of_rank: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize (N, C, ...) by the statistics of all ranks, which every rank must call; differentiable.
 
@@ -260,6 +275,7 @@ def normalize(
         weight, bias: (C,), or None.
         collectives: how statistics of the ranks are combined.
         channels_of_group: neighbouring channels that have their statistics in common.
+        weight_of_rank: how much this rank's gradients count; see [Note: unequal parts] in registry.py.
 
     Returns:
         The normalized input; the means and the variances (without Bessel's correction) of the groups of channels; the number
@@ -268,7 +284,9 @@ def normalize(
     Raises:
         ValueError: that number is 1 or less.
     """
-    return _Normalize.apply(input, weight, bias, eps, collectives, channels_of_group)  # type: ignore[no-any-return,no-untyped-call]
+    return _Normalize.apply(  # type: ignore[no-any-return,no-untyped-call]
+        input, weight, bias, eps, collectives, channels_of_group, weight_of_rank
+    )
 
 
 @torch.no_grad()

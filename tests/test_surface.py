@@ -60,6 +60,7 @@ RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
     "-np",
     "--attention",
     "--backend",
+    "--batch-by",
     "--bucket-cap-mb",
     "--checkpoint",
     "--copy-output",
@@ -140,6 +141,7 @@ COMPARE_OPTIONS = {
 ENVIRONMENT = {
     "GUOZHUANG_ATTENTION",
     "GUOZHUANG_BACKEND",
+    "GUOZHUANG_BATCH_BY",
     "GUOZHUANG_BPSLAUNCH",
     "GUOZHUANG_BUCKET_CAP_MB",
     "GUOZHUANG_CHECKPOINT",
@@ -243,7 +245,7 @@ modules = sorted(set(sys.modules) - before)
 files = {sys.modules[name].__spec__.cached for name in modules}
 print(json.dumps([modules, sum(os.path.getsize(file) for file in files if file and os.path.exists(file))]))
 """
-IMPORTED_BYTES = 1_430_000
+IMPORTED_BYTES = 1_450_000
 
 
 def test_importing_costs_little() -> None:

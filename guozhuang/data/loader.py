@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any, Protocol
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from guozhuang.data.batches import BatchSampler, num_batches, seed_of
 from guozhuang.data.given import FollowedSampler
 from guozhuang.data.progress import EpochPass, whole_number
 from guozhuang.data.sampler import CommonLength, DistributedSampler, Ends, check_ends, replica
@@ -18,7 +18,13 @@ from guozhuang.data.stream import SelfSharded, StreamShare, StridedStream, check
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import registry
 
+if TYPE_CHECKING:
+    from guozhuang.data.shares import BatchParts
+
+#: How ranks divide batches: a number for each, or by their measured speed.
+Shares = Sequence[float] | Literal["speed"]
 _WORKER_TIMEOUT_S = 1800.0
+_log = logging.getLogger("guozhuang")
 
 
 class _Ranked(Protocol):
@@ -38,6 +44,7 @@ def loader(
     shuffle: bool | None = None,
     seed: int = 0,
     ends: Ends | None = None,
+    shares: Shares | None = None,
     num_workers: int = 0,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     sampler: Any = None,
@@ -75,6 +82,10 @@ def loader(
         ends: "pad" (default), "drop" or "uneven": how to share if the number of samples is no multiple of the number of
             ranks, as in ``DistributedSampler``. With "uneven", ranks may differ by one sample and so by one batch: train
             inside ``with model.join():`` of the wrapped model, or the ranks with one more wait for the others.
+        shares: how ranks divide each global batch where they are not equally fast: a number above 0 for each rank, in whose
+            proportion they get whole samples; or "speed": in proportion to their measured speed. The same on all ranks. The
+            global batch stays as large, and gradients are weighted by samples; take one batch at a time, because the weight is
+            that of the last one. None: equal parts, unless ``guozhuang run --batch-by speed`` was given.
         num_workers: number of processes that load data; 0 loads in this process.
         collate_fn: makes a batch of a list of samples. Default: torch's ``default_collate``.
         sampler: an iterable of indices with a length, over the whole dataset and equal on all ranks (torch's
@@ -110,7 +121,18 @@ def loader(
         rank, num_replicas = getattr(world, "data_rank", world.rank), getattr(world, "data_size", world.size)
     is_alone = world is None and num_replicas == 1
     num_replicas, rank = replica(num_replicas, rank)
-    batch_size = _per_rank(batch_size, global_batch_size, num_replicas)
+    whole = _whole_batch(batch_size, global_batch_size, num_replicas, is_divided=shares is not None)
+    if shares is None and registry.shares is not None and not is_alone:
+        why = _why_equal(dataset, whole, batch_sampler, chosen_ends)
+        shares = None if why else registry.shares  # type: ignore[assignment]
+        if why and rank == 0:
+            _log.warning("--batch-by %s: a loader keeps equal parts, because %s", registry.shares, why)
+    elif shares is not None and (why := _why_equal(dataset, whole, batch_sampler, chosen_ends)):
+        fix = "leave `shares` out, or give the loader a dataset with a length and a batch size"
+        raise UsageError(
+            explain(f"`shares` needs batches that can be divided, and {why}", value=shares, rank=rank, fix=fix)
+        )
+    batch_size = None if whole is None else max(whole // num_replicas, 1)
     if batch_size is None and drop_last:
         what = "`drop_last` drops a batch that is too small, and with batch_size=None the dataset makes the batches"
         raise UsageError(explain(what, fix='leave it out, or see ends="drop"'))
@@ -118,6 +140,16 @@ def loader(
         options["timeout"] = _WORKER_TIMEOUT_S
     source: Any = dataset
     share: DistributedSampler | StreamShare
+    parts: BatchParts | None = None
+    places = num_replicas, rank
+    if shares is not None and whole is not None:
+        from guozhuang.data.shares import DividedBatches  # imported only when needed
+        from guozhuang.data.speed import make_parts
+
+        places = 1, 0  # the sampler gives the order of all samples, in which a rank's part of each batch is cut
+        least = whole if drop_last else num_replicas if chosen_ends == "drop" else 1
+        num_ahead = num_workers * int(options.get("prefetch_factor") or 2)
+        parts = make_parts(shares, whole, num_replicas, rank, least, num_ahead)
     if isinstance(dataset, IterableDataset):
         if sampler is not None or batch_sampler is not None:
             what = "A sampler chooses by index, and an IterableDataset has none"
@@ -139,13 +171,13 @@ def loader(
     elif sampler is not None or batch_sampler is not None:
         _check_given(sampler, batch_sampler, shuffle, batch_size, drop_last)
         given = sampler if batch_sampler is None else batch_sampler
-        share = FollowedSampler(given, num_replicas, rank, seed, chosen_ends)
+        share = FollowedSampler(given, *places, seed, chosen_ends)
         if batch_sampler is not None:
             batch_size = None
     else:
-        share = DistributedSampler(dataset, num_replicas, rank, shuffle is None or shuffle, seed, ends=chosen_ends)
+        share = DistributedSampler(dataset, *places, shuffle is None or shuffle, seed, ends=chosen_ends)
     if isinstance(share, DistributedSampler):
-        batches = BatchSampler(share, batch_size, drop_last)
+        batches = BatchSampler(share, batch_size, drop_last) if parts is None else DividedBatches(share, parts)
         if batch_size is None and batch_sampler is None:
             options.update(batch_size=None, sampler=batches)
         else:
@@ -154,72 +186,11 @@ def loader(
     fetched: DataLoader[Any] = DataLoader(
         source, num_workers=num_workers, collate_fn=collate_fn, generator=generator, **options
     )
-    return Loader(share, fetched, batch_size, drop_last, seed, is_alone)
-
-
-class BatchSampler:
-    """An iterable over the batches of a sampler's current pass, each a list of sample indices; iterating changes no state.
-
-    Args:
-        sampler: gives indices, or whole batches.
-        batch_size: indices in a batch; None: what the sampler gives is handed on as it is.
-        drop_last: leave out a last batch that is smaller.
-    """
-
-    def __init__(self, sampler: DistributedSampler, batch_size: int | None, drop_last: bool) -> None:
-        self.sampler = sampler
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-
-    def __len__(self) -> int:
-        """Return the number of batches of a whole epoch on this rank."""
-        return _num_batches(len(self.sampler), self.batch_size, self.drop_last)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over lists of sample indices, one per batch; this call fixes the epoch, not the first list."""
-        return self._batches(self.sampler.epoch, self.sampler.progress.start)
-
-    def _batches(self, epoch: int, start: int) -> Iterator[Any]:
-        # As a generator it makes indices at the first ``next`` only: with workers torch calls iter() twice, and uses one.
-        if self.batch_size is None:
-            yield from self.sampler.indices(epoch, start)
-            return
-        place, rank = start, self.sampler.rank
-        batch = SeededIndices()
-        for index in self.sampler.indices(epoch, start):
-            batch.append(index)
-            if len(batch) == self.batch_size:
-                batch.seed = _seed(self.sampler.seed, epoch, place, rank)
-                yield batch
-                batch = SeededIndices()
-                place += self.batch_size * self.sampler.num_replicas
-        if batch and not self.drop_last:
-            batch.seed = _seed(self.sampler.seed, epoch, place, rank)
-            yield batch
-
-
-class SeededIndices(list[int]):
-    """The indices of a batch. A worker process that iterates over them seeds its generators first.
-
-    [Note: seeds of batches] What a worker draws for a batch must not depend on which worker it is, on how many batches it
-    made before, or on whether the run was resumed in between. So its generators are seeded anew for each batch, from the
-    loader's seed, the epoch, the batch's place in it, and the rank. The list of indices is the one thing of a batch that
-    reaches the worker before the dataset does; torch's fetcher iterates over it, and so does a dataset's ``__getitems__``.
-    Outside of workers nothing is seeded: there, the generators are the script's own, and a checkpoint holds them.
-
-    Attributes:
-        seed: the seed of the batch.
-    """
-
-    seed = 0
-
-    def __iter__(self) -> Iterator[int]:
-        """Seed the generators of torch, numpy and ``random`` if this is a worker process; iterate over the indices."""
-        if get_worker_info() is not None:
-            torch.manual_seed(self.seed)
-            random.seed(self.seed)
-            np.random.seed(self.seed)
-        return super().__iter__()
+    lengths = None
+    if isinstance(share, DistributedSampler) and not is_alone:
+        asked = shares if shares is None or isinstance(shares, str) else list(map(float, shares))
+        lengths = CommonLength(share, num_replicas, rank, str(asked or ""))
+    return Loader(share, fetched, batch_size, drop_last, seed, is_alone, (num_replicas, rank), lengths, parts)
 
 
 class Loader:
@@ -229,11 +200,14 @@ class Loader:
     not those that workers have fetched ahead, so ``state_dict`` may be called between any two steps.
 
     Attributes:
-        sampler: the share of this rank: a ``DistributedSampler``, or a ``StridedStream`` or ``SelfSharded`` of an
-            ``IterableDataset``. Its ``state_dict`` is the loader's.
+        sampler: the share of this rank, with ``parts`` the order of all samples: a ``DistributedSampler``, or a
+            ``StridedStream`` or ``SelfSharded`` of an ``IterableDataset``. Its ``state_dict`` is the loader's.
         batch_sampler: iterable of the index lists of the current pass; None for a stream, and for items that are batches.
         dataset: the dataset given to ``loader``.
-        batch_size: samples per batch of this rank; None where the dataset or the batch sampler makes the batches.
+        batch_size: samples per batch of this rank, with ``shares`` of the mean rank; None where the dataset or the batch
+            sampler makes the batches.
+        num_replicas: number of ranks that share.
+        parts: how ranks divide each global batch unequally; None: the parts are equal.
         is_open: whether a pass goes on: it was neither left nor ran out.
         is_alone: whether it was made for this rank alone, with ``num_replicas=1``.
     """
@@ -246,21 +220,27 @@ class Loader:
         drop_last: bool,
         seed: int,
         is_alone: bool,
+        place: tuple[int, int],
+        lengths: CommonLength | None,
+        parts: BatchParts | None,
     ) -> None:
         self.sampler, self.is_alone = share, is_alone
         self.dataset: Any = batches.dataset if isinstance(share, DistributedSampler) else share.dataset
         self.batch_size = batch_size
-        self._num_counted = batch_size or 1  # what a batch adds to the position: its samples, or itself if it was given
+        # What a batch adds to the position: its samples, or itself if it was given.
+        self._num_counted = parts.total if parts is not None else batch_size or 1
+        self.parts, (self.num_replicas, self._rank) = parts, place
         self.drop_last, self.seed = drop_last, seed
         self.num_workers: int = batches.num_workers
         self.persistent_workers: bool = batches.persistent_workers
         self.collate_fn: Callable[[list[Any]], Any] = batches.collate_fn
         self.batch_sampler = batches.batch_sampler if isinstance(share, DistributedSampler) else None
         self._batches = batches
-        self._lengths = CommonLength(share) if isinstance(share, DistributedSampler) and not is_alone else None
+        self._lengths = lengths
         self._run: EpochPass | None = None
         self.is_open = False
         self._trains = False  # whether an optimizer has ever stepped after a batch of this loader
+        self._num_weights = 0 if parts is None else parts.num_ranks
         registry.add_loader(self)
 
     def __len__(self) -> int:
@@ -271,13 +251,16 @@ class Loader:
         """
         if self._lengths is not None:
             self._lengths.agree()
-        return _num_batches(len(self.sampler), self.batch_size, self.drop_last)
+        if self.parts is not None:
+            return self.parts.num_batches(len(self.sampler))
+        return num_batches(len(self.sampler), self.batch_size, self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass over this rank's batches; for the rules of its epoch see ``DistributedSampler``.
 
         Raises, in the iterator:
-            UsageError: a newer pass has taken over its persistent workers.
+            UsageError: a newer pass has taken over its persistent workers; or a model is trained in a way that needs equal
+                parts of a batch.
             RuntimeError: a worker died or took longer than ``timeout`` seconds.
         """
         if self._lengths is not None:
@@ -285,32 +268,41 @@ class Loader:
         if self._run is not None and self._is_over():
             self._run.ran_out()
         run = self._run = self.sampler.begin(None)
+        if self.parts is not None:
+            self.parts.begin_pass()
         assert self._batches.generator is not None
-        self._batches.generator.manual_seed(_worker_seed(self.seed, self.sampler))
+        progress = self.sampler.progress  # the seed is distinct for each rank of a pass
+        self._batches.generator.manual_seed(seed_of(self.seed, progress.epoch, progress.start, self._rank))
         source: Iterator[Any] = iter(self._batches)
         if isinstance(self.sampler, StreamShare):
             source = itertools.islice(source, self.sampler.num_skipped, None)
-        return self._hand_out(run, source)
+        return self._hand_out(run, source, progress.start)
 
     def _is_over(self) -> bool:
         """Tell whether the next pass takes the next epoch; a rest without batches is over once a pass has begun."""
         smallest = self.sampler.smallest_share()
         full_at = smallest - smallest % self._num_counted if smallest is not None and self.drop_last else smallest
+        if self.parts is not None and smallest is not None:
+            full_at = min(self.parts.num_batches(smallest) * self.parts.total, smallest)
         is_begun = self._run is not None and self._run.newest
         return self.sampler.progress.is_full(full_at) or (is_begun and full_at == 0)
 
-    def _hand_out(self, run: EpochPass, source: Iterator[Any]) -> Iterator[Any]:
+    def _hand_out(self, run: EpochPass, source: Iterator[Any], start: int) -> Iterator[Any]:
         shared = self.persistent_workers and self.num_workers > 0
         # With "uneven" some ranks ask for a batch more than others, so they would not pause together.
         pauses = self.sampler.ends != "uneven"
         num_steps = registry.num_steps  # when the last batch was handed out
+        parts = self.parts
         try:
-            while True:
+            for number in itertools.count():
                 if self._run is run:
                     self.is_open = True
                 self._trains |= registry.num_steps > num_steps
+                is_led = registry.may_lead(self)  # of several loaders with open passes, the first one tells the weight
                 if pauses and registry.leads(self):
                     registry.pause()
+                if parts is not None and is_led:
+                    parts.begins(number)
                 if shared and self._run is not run:
                     what = "This iterator ended: a newer one has taken its persistent workers"
                     raise UsageError(explain(what, fix="run one pass at a time, or pass persistent_workers=False"))
@@ -323,7 +315,12 @@ class Loader:
                 # A smaller last batch counts as a full one, so that ranks whose last batches differ save the same state.
                 run.took(self._num_counted)
                 num_steps = registry.num_steps
+                num_left = len(self.sampler) - start - number * parts.total if parts is not None else 0
+                if is_led:
+                    registry.weight.set(1.0 if parts is None else parts.weight(number, num_left), self._num_weights)
                 yield batch
+                if parts is not None and is_led:
+                    parts.ends(number, num_left)
             run.ran_out()
         finally:
             self.is_open &= self._run is not run
@@ -340,7 +337,7 @@ class Loader:
         """
         if self._lengths is not None:
             self._lengths.agree()
-        return self.sampler.state_dict()
+        return {**self.sampler.state_dict(), **({} if self.parts is None else self.parts.state())}
 
     def state_to_go_on(self, epoch_comes_again: bool) -> dict[str, Any]:
         """Return the position from which a training that ends now has to go on to get the batches that come next here.
@@ -364,38 +361,42 @@ class Loader:
         """
         if self._lengths is not None:
             self._lengths.agree()
+        if isinstance(state, Mapping) and "shares" in state:
+            if self.parts is not None:
+                self.parts.load(state["shares"])
+            state = {key: value for key, value in state.items() if key != "shares"}
         self.sampler.load_state_dict(state)
 
 
-def _per_rank(batch_size: int | None, global_batch_size: int | None, num_replicas: int) -> int | None:
-    """Return how many samples a batch of one rank has; None if the dataset makes the batches."""
+def _whole_batch(
+    batch_size: int | None, global_batch_size: int | None, num_replicas: int, *, is_divided: bool
+) -> int | None:
+    """Return how many samples a batch of all ranks together has; None if the dataset makes the batches."""
     if global_batch_size is None:
-        return None if batch_size is None else whole_number("batch_size", batch_size, least=1)
+        return None if batch_size is None else num_replicas * whole_number("batch_size", batch_size, least=1)
     whole = whole_number("global_batch_size", global_batch_size, least=1)
     if batch_size != 1:
         what = "`batch_size` counts per rank and `global_batch_size` all ranks together; both were given"
         raise UsageError(explain(what, value=(batch_size, whole), fix="pass one of the two"))
-    if whole % num_replicas:
+    if is_divided and whole < num_replicas:
+        what = f"`global_batch_size` has fewer samples than there are ranks, {num_replicas}, so a rank would get none"
+        raise UsageError(explain(what, value=whole, fix=f"a global batch of {num_replicas} samples is enough"))
+    if whole % num_replicas and not is_divided:
         near = f"{max(whole - whole % num_replicas, num_replicas)} or {whole + num_replicas - whole % num_replicas}"
         what = f"`global_batch_size` is no multiple of the number of ranks, {num_replicas}, so shares would differ"
         raise UsageError(explain(what, value=whole, fix=f"pass {near}, or start another number of ranks"))
-    return whole // num_replicas
+    return whole
 
 
-def _num_batches(num_samples: int, batch_size: int | None, drop_last: bool) -> int:
-    batch_size = batch_size or 1
-    return num_samples // batch_size if drop_last else -(-num_samples // batch_size)
-
-
-def _worker_seed(seed: int, share: DistributedSampler | StreamShare) -> int:
-    """Return the seed of the generator from which torch draws the workers' seeds; distinct for each rank of a pass."""
-    return _seed(seed, share.progress.epoch, share.progress.start, share.rank)
-
-
-def _seed(seed: int, epoch: int, place: int, rank: int) -> int:
-    entropy = [seed % 2**64, epoch % 2**64, place]
-    # torch's CPU generator uses 32 bits of a seed; the rank is added after mixing, so that two ranks never have the same.
-    return (int(np.random.SeedSequence(entropy).generate_state(1)[0]) + rank) % 2**32
+def _why_equal(dataset: object, whole: int | None, batch_sampler: object, ends: Ends) -> str:
+    """Return why the batches of a loader cannot be divided into unequal parts: a clause; "" if they can."""
+    if isinstance(dataset, IterableDataset):
+        return "an IterableDataset cannot be cut by index"
+    if batch_sampler is not None or whole is None:
+        return "the " + ("dataset" if batch_sampler is None else "batch sampler") + " makes the batches of single ranks"
+    if ends == "uneven":
+        return 'with ends="uneven" ranks get batches of their own, while parts of a batch use each sample once anyway'
+    return ""
 
 
 def _check_given(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler
 
 from guozhuang.data.progress import EpochPass, Progress, check_state, whole_number
-from guozhuang.errors import UsageError, explain, rank_table
+from guozhuang.errors import MismatchError, UsageError, explain, rank_table
 from guozhuang.net import client
 from guozhuang.net.store import next_part
 from guozhuang.registry import registry
@@ -207,18 +207,21 @@ class CommonLength:
     what the first rank decides holds for all.
 
     Args:
-        sampler: the share of this rank.
+        sampler: the share of this rank, or the order of all samples in which it is cut.
+        num_replicas: number of ranks that share.
+        rank: number of this rank.
+        shares: how ranks divide batches unequally, as text that is compared too; "": equally.
     """
 
-    def __init__(self, sampler: DistributedSampler) -> None:
+    def __init__(self, sampler: DistributedSampler, num_replicas: int, rank: int, shares: str = "") -> None:
         self._sampler = sampler
         self._store: dist.Store | None = None
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return
-        if (sampler.num_replicas, sampler.rank) == replica(None, None):
+        if (num_replicas, rank) == replica(None, None):
             rank = dist.get_rank()
             self._store = next_part(dist.distributed_c10d._get_default_store(), "loaders", rank)
-            self._store.set(f"length/{rank}", str(length_of(sampler.dataset)))
+            self._store.set(f"length/{rank}", f"{length_of(sampler.dataset)} {shares}")
 
     def agree(self) -> None:
         """Have the sampler count as many samples as those of the other ranks. A second call does nothing."""
@@ -238,7 +241,14 @@ class CommonLength:
                 fix = "make it on every rank, or for this one alone with rank=0, num_replicas=1"
                 _log.warning("%s", explain(what, rank=own, fix=fix))
             return
-        lengths = [int(text) for text in store.multi_get(keys)]
+        texts = [bytes(text).decode().partition(" ") for text in store.multi_get(keys)]
+        lengths, shares = [int(length) for length, _, _ in texts], [text or "equal" for _, _, text in texts]
+        if len(set(shares)) > 1:
+            table = rank_table(("ranks", "shares"), [(ranks_text(r), s) for r, s in merged(dict(enumerate(shares)))])
+            fix = "make the loader with the same `shares` on every rank"
+            raise MismatchError(
+                explain("ranks divide the batches by different shares", rank=own, fix=fix) + "\n" + table
+            )
         if len(set(lengths)) == 1:
             return
         length = {"pad": max(lengths), "drop": min(lengths), "uneven": lengths[own]}[sampler.ends]

@@ -26,6 +26,7 @@ from torch.autograd import Variable
 from ..exchange.base import Work
 from ..exchange.nan_watch import NanWatch
 from ..exchange.sparse import all_gather_mean, no_rows
+from ..registry import registry
 from ..timeline import Timeline
 from ..watch.waits import waits
 from ..world.versions import never_compiled
@@ -77,6 +78,7 @@ class Reducer(BucketedParameters):
         self.timeline: Timeline | None = None
         self.num_ranks_used: list[int] = []
         self.error = ""
+        registry.weight.listen(self._keep_weighted)
         self._left_out: list[int] = []  # under static_graph, the parameters that the last pass lacked against the first
 
     # ---- This method runs between two passes. -----------------------------------------------------------------------------
@@ -150,7 +152,8 @@ class Reducer(BucketedParameters):
     def _begin(self, shadow: bool = False) -> Pass:
         selection, size = self._selection, self.group.size()
         num_active = self.num_active_ranks if self.exchange.averages else size
-        selection.views.begin(self.exchange.input_scale(size) * size / num_active)
+        weight = registry.weight.among(size, self.group.rank())
+        selection.views.begin(self.exchange.input_scale(size) * size / num_active * weight)
         fired, task = [0] * len(selection.names), torch._C._current_graph_task_id()
         self._pass = Pass(task, selection.expected.copy(), selection.num_awaited(), fired, shadow)
         return self._pass
@@ -250,7 +253,8 @@ class Reducer(BucketedParameters):
         start_ns = 0 if timeline is None else timeline.now()
         if not current.shadow:
             self._nan.look(bucket, self.step)
-        work = self.exchange.start(bucket, self._state, step)
+        with waits.inside():  # some groups and methods have ended when they return
+            work = self.exchange.start(bucket, self._state, step)
         current.works.append(work)
         if timeline is not None:
             record_start(current, bucket, work, start_ns, timeline)
@@ -306,7 +310,8 @@ class Reducer(BucketedParameters):
             record_ends(current, self.timeline, at_end=True)
         used = [True] * n
         if asking is not None:
-            self.num_ranks_used = asking.counts()
+            with waits.inside():
+                self.num_ranks_used = asking.counts()
             used = selection.used_in_first_pass = [count > 0 for count in self.num_ranks_used]
         elif self.options.static_graph:  # agreed on in the first pass; no_sync gradients are alike on all ranks
             used = [a or b for a, b in zip(selection.used_in_first_pass, used_here, strict=True)]
@@ -328,6 +333,7 @@ class Reducer(BucketedParameters):
         self._last_pass, self._pass, self._any_backward = current, None, False
         self._pass_since_forward = not current.shadow
         self.step += 1
+        registry.num_means += 1
         if self.after_pass is not None:
             self.after_pass()
 
@@ -344,13 +350,21 @@ class Reducer(BucketedParameters):
             if bucket.sparse and used[members[0]]:
                 parameter = bucket.parameters[0]
                 gradient = no_rows(parameter) if current.shadow or parameter.grad is None else parameter.grad
-                parameter.grad = all_gather_mean(gradient, self.num_active_ranks, self.group, current.others)
+                divisor = self.num_active_ranks / registry.weight.value
+                parameter.grad = all_gather_mean(gradient, divisor, self.group, current.others)
 
     def _wait(self, bucket: int, work: Work) -> None:
         try:
             waits.for_work(work)
         except RuntimeError as error:
             raise self.cause_of(error, f"the exchange of bucket {bucket} of {len(self.buckets)}") from error
+
+    def _keep_weighted(self, factor: float) -> None:
+        """Multiply the gradients that backwards have left on this rank. See [Note: unequal parts] in registry.py."""
+        with torch.no_grad():
+            for parameter, is_local in zip(self.parameters, self._selection.accumulated, strict=True):
+                if is_local and parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     def cause_of(self, error: RuntimeError, what: str) -> RuntimeError:
         """Compose the error for a collective that failed: the cause that another rank reported, or that a rank is gone."""

@@ -168,9 +168,10 @@ class StepReducer:
 
     def _start(self, bucket: Bucket) -> None:
         self._nan.look(bucket, self.step)
-        work = self._now.works[bucket.index] = self.exchange.start(bucket, self.state, self.step)
-        if not self.exchange.one_round and bucket.flat.device.type == "cpu":  # or rounds of two buckets would mix
-            waits.for_work(work)
+        with waits.inside():
+            work = self._now.works[bucket.index] = self.exchange.start(bucket, self.state, self.step)
+            if not self.exchange.one_round and bucket.flat.device.type == "cpu":  # or rounds of two buckets would mix
+                work.wait()
 
     def _start_rest(self) -> None:
         for b in range(self._now.next, len(self.buckets)):
@@ -204,7 +205,8 @@ class StepReducer:
         if sent_early:
             now = torch.stack([_bit_sum(bucket.flat) for bucket in self.buckets])
             flags[num_parameters:-1] = now != torch.stack([s for s in self._now.sums if s is not None])
-        known = [count > 0 for count in UsedAnywhere(flags, self._group, flags.device).counts()]
+        with waits.inside():
+            known = [count > 0 for count in UsedAnywhere(flags, self._group, flags.device).counts()]
         self._now.again = {b for b in range(num_buckets) if known[num_parameters + b]}
         self._now.is_calm = not known[-1] and not self._now.again
         return known[:num_parameters]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import UsageError, explain
 from ..gradients.buckets import view_in
 from ..gradients.step_reducer import StepReducer
+from ..registry import registry
 from .parts import Block, BucketLayout
 
 
@@ -64,6 +65,8 @@ class Carrier(ABC):
         self._is_open = self.is_collected = self._came_late = False
         self._kept: list[Tensor | None] = []  # each parameter's ``grad`` at the time of ``collect``
         self._make_blocks()
+        if self.averages:
+            registry.weight.listen(self._keep_weighted)
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(Arrival(self, i)) for i, p in enumerate(parameters) if self.averages
         ]
@@ -115,6 +118,7 @@ class Carrier(ABC):
         assert self._is_open
         self._publish()
         self._drop()
+        registry.num_means += 1
 
     def skip(self) -> None:
         """Drop the collected gradients of the blocks (set them to None) without a step, if any were collected."""
@@ -148,6 +152,13 @@ class Carrier(ABC):
         self._start_over()
         for handle in self._handles:
             handle.remove()
+
+    def _keep_weighted(self, factor: float) -> None:
+        """Multiply the gradients that this rank has kept. See [Note: unequal parts] in registry.py."""
+        with torch.no_grad():
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     def _open(self) -> None:
         if self._is_open:  # the optimizer raised in the middle of the last step, so drop that step's gradients

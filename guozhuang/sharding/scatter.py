@@ -20,6 +20,7 @@ from ..exchange.around import AroundGradients
 from ..exchange.base import GradientExchange, Then, Work
 from ..gradients.buckets import Bucket
 from ..groups.allocation import zeros_for
+from ..registry import registry
 from ..world.versions import reduce_scatter_single
 from .parts import BucketLayout, in_memory_order
 
@@ -74,15 +75,17 @@ class Scatter(GradientExchange[Parts]):
     def start(self, bucket: Bucket, state: Parts, step: int) -> Work:
         mean, of_rank = state.means[bucket.index], self.layout.buckets[bucket.index]
         size = state.group.size()
+        weight = registry.weight.among(size, state.group.rank())
+        flat = bucket.flat if weight == 1.0 else bucket.flat * weight
         if of_rank.is_whole:
             parts = torch.empty(size, mean.numel(), dtype=mean.dtype, device=mean.device)
             takes = [mean.numel()] * size
             sent = dist.all_to_all_single(
-                parts.view(-1), bucket.flat, takes, of_rank.slice_sizes, group=state.group, async_op=True
+                parts.view(-1), flat, takes, of_rank.slice_sizes, group=state.group, async_op=True
             )
             assert sent is not None
             return Then(sent, lambda: torch.sum(parts, 0, out=mean).mul_(1.0 / size))
-        work = reduce_scatter_single(mean, bucket.flat, group=state.group, async_op=True)
+        work = reduce_scatter_single(mean, flat, group=state.group, async_op=True)
         return Then(work, lambda: mean.mul_(1.0 / size))
 
     @override
@@ -134,6 +137,8 @@ class KeepPart(AroundGradients[Parts]):
         copy = state.copies[bucket.index]
         with torch.no_grad():
             torch._foreach_copy_(copy.views, bucket.views)
+            if (weight := registry.weight.among(state.group.size(), state.group.rank())) != 1.0:
+                copy.flat.mul_(weight)
         work = self.inner.scale_and_start(copy, state.inner, step, state.group.size())
         return Then(work, lambda: _keep(*state.kept[bucket.index]))
 

@@ -17,6 +17,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.groups.agreement import agree
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.registry import registry
+from guozhuang.sharding.optimizer import ShardedOptimizer
 from guozhuang.sharding.prepared import EqualBuffers
 from guozhuang.strategies.prepared import StandsForModule, warn_of_differences
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
@@ -44,6 +45,7 @@ _WRAPPERS = (DistributedDataParallel, DataParallel, nn.parallel.DistributedDataP
 # Arguments of DistributedDataParallel that say how gradients are grouped and awaited, but not what is computed.
 _HOW_ONLY = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "batched_grad_copy"}
 _HOW_ONLY |= {"bucket_cap_mb_list", "lazy_bucket_allocation", "skip_all_reduce_unused_params"}
+_NO_WEIGHTS = "this strategy does not weigh the gradients of the ranks by their samples"
 _log = logging.getLogger("guozhuang")
 
 #: The attribute of a prepared model that holds a :class:`PreparedAlready`.
@@ -174,7 +176,7 @@ def prepare_unseen(
     prepared = found if isinstance(found, PreparedPair) else PreparedPair(*found)
     _give_step(prepared[0], setup.wishes.get("loss"))
     for each in several(prepared[1]):
-        registry.add_trained(model, prepared[0], each, chosen.name)
+        registry.add_trained(model, prepared[0], each, chosen.name, _why_equal(prepared, chosen, world))
     if requested_checkpoint() is not None or registry.on_pause is not None:  # a session counts this model's steps too
         from guozhuang.checkpoint.run import begin_session  # imported only when needed
 
@@ -204,12 +206,28 @@ def _lay_out(world: World, chosen: Strategy, layout: str | None, *, is_named: bo
     made_before_init = 1 if world.layout.dp > 1 else wanted.dp
     if wanted != world.layout:
         world = lay_out(wanted)
-    shares = {each.sampler.num_replicas for each in registry.loaders if not each.is_alone}
+    shares = {each.num_replicas for each in registry.loaders if not each.is_alone}
     if shares - {wanted.dp, made_before_init}:
         what = f"gz.loader() was called before gz.prepare(), which gives the ranks {wanted.dp} shares of the data"
         fix = "make the loader after prepare(), or give the layout to `guozhuang run --layout`"
         raise UsageError(explain(what, value=str(wanted), rank=world.rank, fix=fix))
     return world
+
+
+def _why_equal(prepared: PreparedPair, chosen: Strategy, world: World) -> str:
+    """Return why loaders must give equal parts of a batch to the ranks that train this model; "" if they need not."""
+    model = prepared[0]
+    if world.size == 1 or not chosen.trains:
+        return ""
+    if world.layout.model_size > 1:
+        return f"ranks that divide the model ({world.layout}) share the samples of a batch"
+    if world.device.type != "cpu" and any(type(part) is nn.SyncBatchNorm for part in model.modules()):
+        return "torch.nn.SyncBatchNorm weighs all ranks alike in backward (gz.SyncBatchNorm weighs them by samples)"
+    if isinstance(model, DistributedDataParallel):
+        weighs = model.around is None and model.exchange.averages
+    else:
+        weighs = all(isinstance(each, ShardedOptimizer) for each in several(prepared[1]))
+    return "" if weighs else _NO_WEIGHTS
 
 
 def is_prepared(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> bool:
@@ -236,7 +254,7 @@ def is_prepared(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> bool:
     if isinstance(model, FSDPModule):
         # The script's optimizer holds the divided parameters, whose gradients are averaged in each backward.
         for optimizer in optimizers:
-            registry.add_trained(model, model, optimizer, "sharded-weights")
+            registry.add_trained(model, model, optimizer, "sharded-weights", _NO_WEIGHTS)
         return True
     for each in earlier:
         each.optimizer.carrier.close()
@@ -270,7 +288,7 @@ class PreparedAlready:
 
 def _refuse_loaders_of_one_rank(world: World) -> None:
     """Raise if the script made loaders before it entered a world of several ranks: each rank would train on everything."""
-    if world.size > 1 and any(loader.sampler.num_replicas == 1 for loader in registry.loaders):
+    if world.size > 1 and any(loader.num_replicas == 1 for loader in registry.loaders):
         what = "gz.loader() was called before gz.init() and gz.prepare(), so every rank would get all samples"
         fix = "call gz.init() first, or make the loader after prepare()"
         raise UsageError(explain(what, value=f"{world.size} ranks", rank=world.rank, fix=fix))
@@ -293,14 +311,9 @@ def _check(
         fix = "make one optimizer for all parameters, or choose ddp or sharded"
         raise UsageError(explain(what, value=chosen.name, rank=world.rank, fix=fix))
     if chosen.one_process and world.size > 1:
-        raise UsageError(
-            explain(
-                f"strategy {chosen.name} is for one process and this world has {world.size} ranks",
-                value=chosen.name,
-                rank=world.rank,
-                fix="start the script in one process, or choose a strategy of several ranks such as ddp",
-            )
-        )
+        what = f"strategy {chosen.name} is for one process and this world has {world.size} ranks"
+        fix = "start the script in one process, or choose a strategy of several ranks such as ddp"
+        raise UsageError(explain(what, value=chosen.name, rank=world.rank, fix=fix))
     if num_replicas is not None and (chosen.name != "dp" or num_replicas < 1):
         raise UsageError(
             explain("num_replicas is a count >= 1 for the strategy dp only", value=num_replicas, fix="leave it out")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +55,7 @@ def measure_own_time(
     from guozhuang.watch.pace import OwnTimeNews, StepTimer  # imported only when needed
 
     if registry.own_time is None:
-        waits.thread = threading.get_ident()
+        waits.measure()
         registry.own_time = OwnTimeNews(StepTimer(waits), tells_table=asked == "warn")
     timer: StepTimer = registry.own_time.timer
     who = object()  # this pair, in a training that may have several, as a GAN has

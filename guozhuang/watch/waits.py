@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +24,10 @@ class Waits:
         self.total_ns = 0
         self._is_inside = False
 
+    def measure(self) -> None:
+        """Measure the waits of the calling thread from now on."""
+        self.thread = threading.get_ident()
+
     def begin(self) -> int:
         """Begin a wait; return what :meth:`end` takes."""
         if not self.thread or self._is_inside or threading.get_ident() != self.thread:
@@ -34,6 +40,15 @@ class Waits:
         if began_ns:
             self.total_ns += time.perf_counter_ns() - began_ns
             self._is_inside = False
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Count the time inside of the ``with`` block as a wait."""
+        began_ns = self.begin()
+        try:
+            yield
+        finally:
+            self.end(began_ns)
 
     def for_work(self, work: Any) -> None:
         """Wait for a work, and count the time, unless the work is made of others: what it computes itself is no wait."""

@@ -15,6 +15,7 @@ from torch.distributed import _broadcast_coalesced
 
 from ..groups import agree
 from ..groups.subgroups import timeout_s
+from ..watch.waits import waits
 from ..world import current
 from .flat import FlatWeights
 
@@ -130,7 +131,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, sourc
     if not whole or group.size() == 1:
         return
     plain = [torch.view_as_real(t) if t.is_complex() else t for t in whole]
-    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(plain)):
+    with torch.no_grad(), waits.inside(), _unsafe_preserve_version_counter(tuple(plain)):
         _broadcast_coalesced(group, plain, _BROADCAST_BYTES, source)
 
 

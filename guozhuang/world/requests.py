@@ -66,6 +66,21 @@ def requested_bucket_cap_mb() -> float | None:
     return found
 
 
+def requested_shares() -> str | None:
+    """Return by what loaders divide batches: "speed" for ``guozhuang run --batch-by speed`` (environment GUOZHUANG_BATCH_BY).
+
+    None, the default, is for equal parts.
+
+    Raises:
+        UsageError: the variable holds neither "speed" nor "equal".
+    """
+    text = os.environ.get("GUOZHUANG_BATCH_BY", "").strip()
+    if text not in ("", "equal", "speed"):
+        what = "environment variable GUOZHUANG_BATCH_BY must hold speed or equal"
+        raise UsageError(explain(what, value=text, fix="give `guozhuang run --batch-by` one of them, or unset it"))
+    return "speed" if text == "speed" else None
+
+
 def requested_layout() -> str | None:
     """Return the layout of ``guozhuang run --layout`` (environment GUOZHUANG_LAYOUT), as written; None if none was given."""
     return os.environ.get("GUOZHUANG_LAYOUT", "").strip() or None

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.registry import registry
-from guozhuang.world import devices
+from guozhuang.world import devices, requests
 from guozhuang.world.connecting import check_settings, check_ways, complete, make_group, settings
 from guozhuang.world.identity import Identity, World
 from guozhuang.world.layout import Layout
@@ -251,7 +251,7 @@ def _forget() -> None:
     if isinstance(sys.excepthook, functools.partial) and sys.excepthook.func is _show_error:
         sys.excepthook = sys.excepthook.args[0]
     _restore_interfaces()
-    _session.world = registry.data_share = registry.own_time = None
+    _session.world = registry.data_share = registry.own_time = registry.shares = None
     _session.made_group = False
     _session.before_leaving.clear()
     atexit.unregister(_leave)
@@ -296,7 +296,7 @@ def _enter(
         launcher=identity.launcher,
         layout=layout_of_environment(identity.size),
     )
-    registry.data_share = (world.data_rank, world.data_size)
+    registry.data_share, registry.shares = (world.data_rank, world.data_size), requests.requested_shares()
     _session.world, _session.made_group = world, made_group
     _session.backend, _session.timeout_s, _session.process = backend, timeout_s, os.getpid()
     atexit.unregister(_leave)

@@ -63,6 +63,13 @@ def parser() -> argparse.ArgumentParser:
         "DistributedDataParallel (default: 25).",
     )
     add(
+        "--batch-by",
+        choices=["equal", "speed"],
+        metavar="WHAT",
+        help="How ranks divide a batch of gz.loader: equal (the default), or speed, so that each gets samples in proportion to "
+        "its measured speed.",
+    )
+    add(
         "--threads-per-rank",
         type=int,
         metavar="N",

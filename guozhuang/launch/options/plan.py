@@ -129,6 +129,8 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     if found.backend is not None:
         _check_backend(found.backend)
         variables["GUOZHUANG_BACKEND"] = found.backend
+    if found.batch_by is not None:
+        variables["GUOZHUANG_BATCH_BY"] = found.batch_by
     if found.groups is not None:
         _check_groups(found.groups, found.strategy)
         variables["GUOZHUANG_GROUPS"] = str(found.groups)

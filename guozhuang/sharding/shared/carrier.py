@@ -21,6 +21,8 @@ from ...exchange.nan_watch import NanWatch
 from ...groups.fake import FakeNodeGroup
 from ...groups.shared_memory import SharedMemoryGroup
 from ...groups.shared_memory.program import DTYPE_OF
+from ...registry import registry
+from ...watch.waits import waits
 from ..carrier import Carrier
 from ..parts import BucketLayout
 from .embedding_rows import LendingHook, embeddings_of
@@ -30,7 +32,8 @@ from .weights import SegmentPlaces, SharedWeights
 
 #: Bytes that are summed before they are stepped. Larger stretches leave the cache, smaller ones cost more optimizer calls.
 STRETCH_BYTES: Final = 4 << 20
-_REPORT: Final = struct.Struct("<?Q")  # per rank: whether all parameters have a gradient; digest of changed weights
+# Per rank: whether all parameters have a gradient; digest of changed weights; weight of its gradient in the mean.
+_REPORT: Final = struct.Struct("<?Qd")
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemoryGroup | FakeNodeGroup | None:
@@ -84,6 +87,7 @@ class SharedCarrier(Carrier):
         self._shared = SharedWeights(self._segments, names, parameters, layout, where)
         self.gradients = SharedGradients(self._segments, names, parameters, layout, where)
         self._nan, self._num_steps = NanWatch(group), 0
+        self._weights: list[float] | None = None  # of each rank's gradients in the mean of this step; None: all are 1
         super().__init__(names, parameters, layout, group, self._shared.flats, listens)
         index_of = {id(p): i for i, p in enumerate(parameters)}
         for embedding in embeddings_of(model) if listens else ():
@@ -111,13 +115,20 @@ class SharedCarrier(Carrier):
         self._num_steps += 1
         changed = self._shared.changed()
         has_all = self.gradients.take()
-        report = _REPORT.pack(has_all, self._shared.digest(changed))
-        reports = [_REPORT.unpack_from(each) for each in self._segments.meet(b"sharded: gradients are there", report)]
-        if any(digest for _, digest in reports):
-            self._take_up(changed, [digest for _, digest in reports])
-        if all(has for has, _ in reports):
+        weight = registry.weight.among(self._size, self._rank)
+        report = _REPORT.pack(has_all, self._shared.digest(changed), weight)
+        reports = [_REPORT.unpack_from(each) for each in self._wait(b"sharded: gradients are there", report)]
+        if any(digest for _, digest, _ in reports):
+            self._take_up(changed, [digest for _, digest, _ in reports])
+        weights = [weight for _, _, weight in reports]
+        self._weights = None if all(weight == 1.0 for weight in weights) else weights
+        if all(has for has, _, _ in reports):
             return frozenset()
         return frozenset(i for i, is_used in enumerate(self.gradients.used()) if not is_used)
+
+    def _wait(self, what: bytes, private: bytes = b"") -> tuple[bytes, ...]:
+        with waits.inside():
+            return self._segments.meet(what, private)
 
     @override
     def _means(self, keep: bool) -> Iterator[Sequence[int]]:
@@ -130,13 +141,13 @@ class SharedCarrier(Carrier):
             yield run.blocks
             at += run.num_bytes if keep else 0
         if keep:
-            self._segments.meet(b"sharded: gradients were read")  # from here on a backward may write gradients again
+            self._wait(b"sharded: gradients were read")  # from here on a backward may write gradients again
 
     def _sum(self, run: Stretch, into: Tensor) -> None:
         """Sum the gradients of a run of blocks, and assign them to the blocks' ``weight.grad``."""
         wanted = [i for i in run.blocks if not self._unused or not self._held[i] <= self._unused]
         if wanted:
-            self.gradients.sum_into(run, into)
+            self.gradients.sum_into(run, into, self._weights)
         first = self.blocks[run.blocks[0]].start
         for i in wanted:
             block = self.blocks[i]
@@ -155,7 +166,7 @@ class SharedCarrier(Carrier):
 
     @override
     def _publish(self) -> None:
-        self._segments.meet(b"sharded: weights were written")
+        self._wait(b"sharded: weights were written")
         self._shared.remember()
 
     @override

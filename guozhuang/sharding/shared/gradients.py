@@ -228,8 +228,16 @@ class SharedGradients:
                 found.append(Stretch(start, num_bytes, self._layout.buckets[block.bucket].dtype, (i,)))
         return found[::-1]
 
-    def sum_into(self, run: Stretch, into: Tensor) -> None:
-        """Write the mean over ranks of a stretch's gradients to a 1-d tensor of its size and dtype."""
+    def sum_into(self, run: Stretch, into: Tensor, weights: Sequence[float] | None = None) -> None:
+        """Write the mean over ranks of a stretch's gradients, each times its rank's weight, to a 1-d tensor of its size."""
+        if weights is not None:
+            total = into if run.dtype.itemsize >= 4 else torch.empty_like(into, dtype=torch.float32)  # rounded once
+            for i, (segment, weight) in enumerate(zip(self._segments, weights, strict=True)):
+                own, factor = segment.tensor(run.start, into.numel(), run.dtype), weight * self._scale
+                torch.mul(own, factor, out=total) if i == 0 else total.add_(own, alpha=factor)
+            if total is not into:
+                into.copy_(total)
+            return
         srcs = tuple(segment.address + run.start for segment in self._segments)
         page = self._marks_start + run.start // PAGE_BYTES
         marks = tuple(segment.address + page for segment in self._segments)
