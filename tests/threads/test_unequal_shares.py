@@ -25,6 +25,7 @@ from guozhuang.exchange.sparse_rows import SparseRows
 from guozhuang.exchange.warmup import Warmup
 from guozhuang.registry import BatchWeight, Registry, registry
 from guozhuang.sharding import shard
+from guozhuang.watch.waits import Waits
 from tests.threads import ranks
 from tests.threads.ranks import run_threads
 
@@ -53,7 +54,11 @@ class OfRank:
 @pytest.fixture(autouse=True)
 def _registry_of_each_rank() -> Iterator[None]:
     parts = {"weight": BatchWeight, "_leader": lambda: None, "num_means": int}
-    with mock.patch.multiple(Registry, create=True, **{n: OfRank(n, make) for n, make in parts.items()}):
+    of_waits = {n: OfRank(n, int) for n in ("thread", "total_ns", "_is_inside")}
+    with (
+        mock.patch.multiple(Registry, create=True, **{n: OfRank(n, make) for n, make in parts.items()}),
+        mock.patch.multiple(Waits, create=True, **of_waits),
+    ):
         yield
 
 
