@@ -145,9 +145,13 @@ class Reducer(BucketedParameters):
         for output in outputs:
             output.register_hook(hook)
 
-    def expect_backward(self) -> None:
-        """Make the next backward that reaches a parameter a pass, whichever forward made its graph. Every rank must call it."""
-        self._any_backward = True
+    def expect_backward(self, is_expected: bool = True) -> None:
+        """Make the next backward that reaches a parameter a pass, whichever forward made its graph. Every rank must call it.
+
+        Args:
+            is_expected: False takes an earlier call back.
+        """
+        self._any_backward = is_expected
 
     def _begin(self, shadow: bool = False) -> Pass:
         selection, size = self._selection, self.group.size()

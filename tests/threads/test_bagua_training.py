@@ -154,6 +154,41 @@ _OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 ]
 
 
+def _by_parts(rank: int, size: int) -> None:
+    """Backwards of what the script makes of parts of the module are averaged too, each of them."""
+    bagua.init_process_group()
+    model, plain = _made(0), _made(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))  # type: ignore[operator]
+
+    def backward(net: _Net, x: Tensor, y: Tensor) -> None:
+        nn.functional.mse_loss(net.fc3(net.fc2(net.fc1(x))), y).backward()
+
+    everyones = [_batches(other, 3) for other in range(size)]
+    for number in range(3):
+        backward(model, *everyones[rank][number])
+        for other in range(size):
+            backward(plain, *everyones[other][number])
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            torch.testing.assert_close(p.grad, q.grad / size)
+        if number == 1:  # the second backward has added to the first one's mean
+            optimizer.step()
+            optimizer.zero_grad()
+            plain.zero_grad()
+    model.bagua_ddp.require_backward_grad_sync = False  # type: ignore[union-attr]
+    optimizer.zero_grad()
+    backward(model, *everyones[rank][0])
+    alone = _made(0)
+    backward(alone, *everyones[rank][0])
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_parts_of_the_module_are_averaged_too(size: int) -> None:
+    run_threads(_by_parts, size)
+
+
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)

@@ -115,6 +115,7 @@ class BaguaDistributedDataParallel(NotCopied):
         if (before := vars(module).get("bagua_ddp")) is not None:
             before.end()
         self._ddp = self._begin(1)
+        self._expect_backward()
         self._handles = [
             module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
             module.register_forward_hook(_Hook(self._after_forward)),
@@ -139,6 +140,7 @@ class BaguaDistributedDataParallel(NotCopied):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._sync = self._ddp.require_backward_grad_sync = value
+        self._expect_backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -191,8 +193,15 @@ class BaguaDistributedDataParallel(NotCopied):
         else:
             ddp.use_exchange(exchange)
             ddp.require_backward_grad_sync = self._sync
+            assert ddp.reducer is not None
+            ddp.reducer.after_pass = self._expect_backward
         method.begin(self._trained(), self._group, forward)
         return ddp
+
+    def _expect_backward(self) -> None:
+        """Average gradients in each backward, as Bagua does: also where the script calls methods or parts of the module."""
+        if self._ddp.reducer is not None and self._ddp.reducer.after_pass is not None:
+            self._ddp.reducer.expect_backward(self._sync)
 
     def _end_exchanges(self) -> None:
         self._ddp.leave_gradients_local()
@@ -212,6 +221,7 @@ class BaguaDistributedDataParallel(NotCopied):
         if method.need_reset(forward) or (self._was_loaded and method.restarts_when_loaded):
             self._end_exchanges()
             self._ddp = self._begin(forward)
+            self._expect_backward()
         self._was_loaded = False
         with torch.no_grad():
             method.before_forward(forward)
