@@ -1,13 +1,15 @@
 """Two ranks of which one is half as fast: equal parts of a batch, parts by measured speed, and the sum of both ranks' speeds.
 
-    python benchmarks/unequal.py [--rounds 5] [--window-s 5] [--strategy ddp] [--batch 32] [--json FILE]
+    python benchmarks/unequal.py [--rounds 5] [--window-s 5] [--strategy ddp] [--batch 96] [--json FILE]
 
 Each rank is pinned to a core of its own, and computes with one thread. A process that only counts is pinned to the core of
 rank 1, so that this rank gets half of it. "sum" is what both ranks train in the same time without each other, each a model of
 its own at its own pace: no way to divide a batch can be faster. With equal parts the ranks train at twice the speed of the
 slower one, 0.67 of the sum. The contenders live in the same processes and take turns, round after round, in another order in
 each; the competitor runs all the time. A ratio is taken within a round; medians over rounds are printed (min .. max). Asked:
-parts by speed reach 0.95 of the sum. Parts need a few steps to settle, which a turn before the first round gives them.
+parts by speed reach 0.95 of the sum. Parts need a few steps to settle, which a turn before the first round gives them. The
+kernel gives the core of rank 1 in slices of some milliseconds to it and to the competitor: with short steps (a small batch)
+both ranks wait for the end of a slice, whatever the parts are.
 """
 
 from __future__ import annotations
@@ -147,7 +149,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window-s", type=float, default=5.0)
     parser.add_argument("--strategy", default="ddp")
-    parser.add_argument("--batch", type=int, default=32, help="Samples of a global batch.")
+    parser.add_argument("--batch", type=int, default=96, help="Samples of a global batch.")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
