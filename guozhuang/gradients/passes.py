@@ -171,3 +171,18 @@ def weakly(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         return None if alive is None else alive(*args)
 
     return hook
+
+
+class UncopiedHook:
+    """A hook that calls a function; its copies, which a copy or a pickle of what it is registered with has, do nothing."""
+
+    def __init__(self, function: Callable[..., object] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """Call the function, unless this is a copy."""
+        if self._function is not None:
+            self._function(*args)
+
+    def __reduce__(self) -> Any:
+        return UncopiedHook, ()

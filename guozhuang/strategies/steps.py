@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree
 
 from guozhuang.distributed import DistributedDataParallel
+from guozhuang.gradients.passes import UncopiedHook
 from guozhuang.registry import registry
 from guozhuang.timeline import Timeline
 from guozhuang.watch.waits import waits
@@ -104,8 +105,8 @@ def _watch(
         running["backward"] = False
         end("backward")
 
-    model.register_forward_pre_hook(forward_began)
-    model.register_forward_hook(forward_ended)
+    model.register_forward_pre_hook(UncopiedHook(forward_began))
+    model.register_forward_hook(UncopiedHook(forward_ended))
     for each in several(optimizer):
-        each.register_step_pre_hook(lambda opt, args, kwargs: begin("optimizer"))
-        each.register_step_post_hook(lambda opt, args, kwargs: end("optimizer"))
+        each.register_step_pre_hook(UncopiedHook(lambda opt, args, kwargs: begin("optimizer")))
+        each.register_step_post_hook(UncopiedHook(lambda opt, args, kwargs: end("optimizer")))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.errors import UsageError, explain
+from guozhuang.gradients.passes import UncopiedHook
 
 from .. import env
 from ..algorithms import Algorithm, AlgorithmImpl
@@ -25,20 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MIB = 1 << 20
-
-
-class _Hook:
-    """A hook that calls a method; its copies, which a copy or a pickle of the module or the optimizer has, do nothing."""
-
-    def __init__(self, method: Callable[..., None] | None = None) -> None:
-        self._method = method
-
-    def __call__(self, *arguments: Any) -> None:
-        if self._method is not None:
-            self._method(*arguments)
-
-    def __reduce__(self) -> Any:
-        return _Hook, ()
 
 
 class _Optimizers(NotCopied, list[Optimizer]):
@@ -117,15 +104,15 @@ class BaguaDistributedDataParallel(NotCopied):
         self._ddp = self._begin(1)
         self._expect_backward()
         self._handles = [
-            module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
-            module.register_forward_hook(_Hook(self._after_forward)),
-            *(each.register_step_pre_hook(_Hook(self._before_step)) for each in self.bagua_optimizers),
-            *(each.register_step_post_hook(_Hook(self._after_step)) for each in self.bagua_optimizers),
-            *(part.register_load_state_dict_post_hook(_Hook(self._on_loaded)) for part in module.modules()),
+            module.register_forward_pre_hook(UncopiedHook(self._before_forward), prepend=True),
+            module.register_forward_hook(UncopiedHook(self._after_forward)),
+            *(each.register_step_pre_hook(UncopiedHook(self._before_step)) for each in self.bagua_optimizers),
+            *(each.register_step_post_hook(UncopiedHook(self._after_step)) for each in self.bagua_optimizers),
+            *(part.register_load_state_dict_post_hook(UncopiedHook(self._on_loaded)) for part in module.modules()),
         ]
         if find_unused_parameters:
             for name, p in self._trained():
-                hook = _Hook(lambda _, name=name: self._used.add(name))
+                hook = UncopiedHook(lambda _, name=name: self._used.add(name))
                 self._handles.append(p.register_post_accumulate_grad_hook(hook))
         held = vars(module)
         held.update(bagua_ddp=self, bagua_algorithm=self.bagua_algorithm, bagua_buckets=_Buckets(self))
