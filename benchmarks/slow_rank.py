@@ -30,7 +30,9 @@ from torch import Tensor, nn
 
 import guozhuang as gz
 from guozhuang.registry import registry
-from guozhuang.watch.pace import PHASES, ROUNDS, PaceJudge
+from guozhuang.strategies.steps import watch_steps
+from guozhuang.watch.pace import PHASES, ROUNDS, PaceJudge, StepTimer
+from guozhuang.watch.waits import waits
 
 STEP_MS = {"data": 4.0, "forward": 12.0, "backward": 20.0, "optimizer": 4.0}
 LATE_MS = sum(STEP_MS.values()) / 10
@@ -107,28 +109,28 @@ def trials(rank: int, num: int, computes: bool) -> dict[str, dict[str, int]]:
     return answers
 
 
-def cost(rounds: int) -> list[float]:
-    """Ratios of the time of a step with the measurement to one without, of a perceptron."""
-    pairs = []
-    for asked in ("warn", "off"):
-        os.environ["GUOZHUANG_SLOW_RANK"] = asked
-        torch.manual_seed(0)
-        net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
-        pairs.append(gz.prepare(net, torch.optim.AdamW(net.parameters())))
-    x, ratios = torch.ones(64, 256), []
-    for turn in range(2 * rounds):
-        times = [0.0, 0.0]
-        for which in (0, 1) if turn % 2 else (1, 0):
-            model, optimizer = pairs[which]
-            dist.barrier()
-            began_s = time.perf_counter()
-            for _ in range(50):
-                model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            times[which] = time.perf_counter() - began_s
-        ratios.append(times[0] / times[1])
-    return ratios[2:]
+def cost_us(rounds: int, steps: int = 2000) -> list[float]:
+    """Microseconds by which measuring makes a step of one process longer, of a model that computes next to nothing."""
+
+    def step_us(measures: bool) -> float:
+        net = nn.Linear(4, 4)
+        optimizer, timer, pair, x = (
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            StepTimer(waits),
+            object(),
+            torch.ones(2, 4),
+        )
+        if measures:
+            waits.measure()
+            watch_steps(net, optimizer, timer.begin, lambda name: timer.stepped(pair), only_begins=True)
+        for step in range(steps + 100):
+            if step == 100:
+                began_s = time.perf_counter()
+            net(x).sum().backward()
+            optimizer.step()
+        return (time.perf_counter() - began_s) / steps * 1e6
+
+    return [step_us(True) - step_us(False) for _ in range(rounds)]
 
 
 def run(rank: int, size: int, port: int, num: int, computes: bool, folder: str) -> None:
@@ -136,7 +138,7 @@ def run(rank: int, size: int, port: int, num: int, computes: bool, folder: str) 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     gz.init()
-    found = {"answers": trials(rank, num, computes), "cost": cost(15)}
+    found = {"answers": trials(rank, num, computes)}
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     gz.shutdown()
@@ -159,8 +161,10 @@ def main() -> None:
         right = answers.get("nobody" if case == "nobody" else f"the rank, {case}", 0)
         others = ", ".join(f"{answer} ({times})" for answer, times in answers.items())
         print(f"late in {case:10}: right in {right} of {options.trials}: {others}")
-    middle = statistics.median(found["cost"])
-    print(f"a step with the measurement / without: {middle:.4f} ({min(found['cost']):.3f} .. {max(found['cost']):.3f})")
+    torch.set_num_threads(1)
+    found["cost_us"] = cost_us(9)
+    middle, low, high = statistics.median(found["cost_us"]), min(found["cost_us"]), max(found["cost_us"])
+    print(f"measuring makes a step {middle:.1f} us longer ({low:.1f} .. {high:.1f})")
     if options.json:
         options.json.write_text(json.dumps(found))
 

@@ -37,7 +37,7 @@ def record_steps(model: nn.Module, optimizer: Optimizer | tuple[Optimizer, ...],
 
     if isinstance(model, DistributedDataParallel):
         model.timeline = timeline
-    _watch(model, optimizer, begin, end)
+    watch_steps(model, optimizer, begin, end)
 
 
 def measure_own_time(
@@ -65,30 +65,38 @@ def measure_own_time(
         if name == "optimizer":
             timer.stepped(who)
 
-    _watch(model, several(optimizer)[:1], timer.begin, end, only_training=True)
+    watch_steps(model, several(optimizer)[:1], timer.begin, end, only_begins=True)
 
 
-def _watch(
+def watch_steps(
     model: nn.Module,
     optimizer: Any,
     begin: Callable[[str], None],
     end: Callable[[str], None],
-    only_training: bool = False,
+    only_begins: bool = False,
 ) -> None:
-    """Call ``begin`` and ``end`` around every "forward", "backward" and "optimizer" step; without gradients, too, if asked."""
+    """Call ``begin`` and ``end`` around every "forward", "backward" and "optimizer" step.
+
+    With ``only_begins``, the beginnings of forwards with gradients and of their backwards, and both ends of optimizer steps.
+    """
     running = {"backward": False}
 
     def forward_began(module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():  # the hooks of a module that is compiled whole are left out of its graph
             return
         running["backward"] = False  # the last one may have been broken off by an exception
-        if not only_training or torch.is_grad_enabled():
+        if not only_begins or torch.is_grad_enabled():
             begin("forward")
 
     def forward_ended(module: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or (only_training and not torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or (only_begins and not torch.is_grad_enabled()):
             return
-        end("forward")
+        if not only_begins:
+            end("forward")
+        elif isinstance(output, torch.Tensor):  # the usual one, without a look into its parts
+            if output.requires_grad:
+                output.register_hook(backward_began)
+            return
         for leaf in _pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(backward_began)
@@ -97,6 +105,8 @@ def _watch(
         if not running["backward"]:
             running["backward"] = True
             begin("backward")
+            if only_begins:
+                return
             queue = torch.autograd.Variable._execution_engine.queue_callback
             # Queue from within a callback, so that the end is recorded after all callbacks that wait for exchanges have run.
             queue(lambda: queue(backward_ended))
