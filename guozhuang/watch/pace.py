@@ -9,9 +9,9 @@ names no other one.
 
 [Note: when a rank is slow] Each rank publishes the median own time of each phase over the steps since its last beat, if there
 are enough; single long steps (an evaluation, a checkpoint) do not move a median. When every rank has published a new one,
-that is a round. A rank is behind in a round if its own time exceeds that of the median rank by more than ``THRESHOLD``; it is
-slow when it was behind in ``ROUNDS`` rounds in succession, until it was not in as many. The phase is the one in which it
-exceeds the others' median the most.
+that is a round. A rank is behind in a round if its own time exceeds that of the median rank by more than ``THRESHOLD`` of a
+step; it is slow when it was behind in ``ROUNDS`` rounds in succession, until it was not in as many. The phase is the one in
+which it exceeds the others' median the most.
 
 [Note: whose link] If no rank is behind, all may wait for a message. The kernel counts for each connection the time in which
 something was under way. From host to host this is compared for each byte with the first quartile: what an edge takes longer
@@ -194,11 +194,12 @@ def behind(own_times: Mapping[int, OwnTime], threshold: float = THRESHOLD) -> li
 
     Args:
         own_times: that of each rank, at least two.
-        threshold: the share of the median rank's own time by which a rank has to exceed it.
+        threshold: the share of a step by which a rank's own time has to exceed that of the median rank.
     """
     totals = {rank: each.total_ms for rank, each in own_times.items()}
     base = statistics.median_low(totals.values())
-    late = [rank for rank, total in totals.items() if total > base * (1 + threshold)]
+    step_ms = statistics.median(each.step_ms for each in own_times.values())
+    late = [rank for rank, total in totals.items() if total > base + threshold * step_ms]
     if len(late) > len(own_times) // 2:
         return []
     if not late:

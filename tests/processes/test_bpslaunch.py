@@ -209,8 +209,11 @@ def test_worker_counts_that_differ_end_all(tmp_path: Path) -> None:
     own = {"1": {"DMLC_NUM_WORKER": "3"}}
     done = together(tmp_path, ORDERS[0], ["true"], own, PET_RDZV_CONF="timeout=30")
     assert [each.returncode for each in done.values()] == [1] * 4, done
-    for each in done.values():
-        assert "do not agree who takes part" in each.stderr and "export the same DMLC_NUM_WORKER" in each.stderr
+    told = [name for name, each in done.items() if "do not agree who takes part" in each.stderr]
+    assert len(told) >= 3, done
+    for name, each in done.items():  # who comes when the others have ended finds nobody
+        said = "export the same DMLC_NUM_WORKER" if name in told else "could not reach the store of the scheduler"
+        assert said in each.stderr, done
 
 
 BY_HAND = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2", "BYTEPS_LOCAL_SIZE": "1", "BYTEPS_LOCAL_RANK": "0"}

@@ -160,6 +160,12 @@ def test_who_is_behind(late: dict[int, dict[str, float]], expected: list[tuple[i
     assert [(f.rank, f.phase, pytest.approx(f.lost_ms), pytest.approx(f.cost_ms)) for f in found] == expected
 
 
+def test_what_is_little_of_a_step_is_no_matter() -> None:
+    """Where ranks wait for messages for most of a step, a tenth of their own time is nothing that others wait for."""
+    told = {rank: replace(_pace(1, forward=10.0 * (rank == 2)), step_ms=2000.0) for rank in range(4)}
+    assert behind(told) == []
+
+
 def test_one_of_two_ranks() -> None:
     (found,) = behind({0: _pace(1), 1: _pace(1, backward=8.0)})
     assert (found.rank, found.phase) == (1, "backward")
