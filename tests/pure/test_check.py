@@ -526,7 +526,8 @@ def test_a_trickle_does_not_outlast_the_limit_of_a_pair() -> None:
             for _ in range(1000):
                 pair.send(torch.zeros(8, dtype=torch.uint8))
                 time.sleep(0.02)
-        except measure.PairError:  # both have the same limit: the one that is first at it stays until the other one is, too
+        except measure.PairError:
+            # Both have the same limit: the one that reaches it first stays until the other one has reached it.
             is_received.wait(AT_ONCE_S)
             raise
 
