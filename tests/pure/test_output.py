@@ -29,7 +29,7 @@ from guozhuang.launch.options.arguments import read
 from guozhuang.launch.request import Request
 from guozhuang.launch.signals import SignalledError
 from tests.ranks import free_port
-from tests.waiting import until
+from tests.waiting import AT_ONCE_S, until
 
 
 class Reader:
@@ -305,8 +305,14 @@ def test_what_the_disk_never_took_is_said(tmp_path: Path, capfd: pytest.CaptureF
     found = copies.Copies()
     copies.Copy(found, str(tmp_path / "log")).write(b"x" * (1 << 18))
     found.close(0.2)
+    said = [""]
+
+    def is_said() -> bool:
+        said[0] += capfd.readouterr().err
+        return f"the last {1 << 18} bytes that ranks printed are not written" in said[0]
+
+    until(is_said, AT_ONCE_S)  # it is printed by a thread of its own, since the terminal may take nothing either
     os.close(disk)
-    assert f"the last {1 << 18} bytes that ranks printed are not written" in capfd.readouterr().err
 
 
 def test_a_copy_says_what_was_dropped_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
