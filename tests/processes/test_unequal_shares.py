@@ -132,7 +132,7 @@ json.dump([sizes, seen], open(f"{sys.argv[1]}/{rank}.json", "w"))
 """
 
 
-@pytest.mark.parametrize(("strategy", "num_workers"), [("ddp", 0), ("sharded", 2)])
+@pytest.mark.parametrize(("strategy", "num_workers"), [("ddp", 0), pytest.param("sharded", 2, marks=pytest.mark.slow)])
 def test_run_by_speed_adapts_within_20_steps(strategy: str, num_workers: int, tmp_path: Path) -> None:
     """A rank needs twice as long for a sample; after 21 steps it is the other one."""
     script = launching.write(tmp_path, SCRIPT)
