@@ -314,8 +314,7 @@ class Reducer(BucketedParameters):
             record_ends(current, self.timeline, at_end=True)
         used = [True] * n
         if asking is not None:
-            with waits.inside():
-                self.num_ranks_used = asking.counts()
+            self.num_ranks_used = asking.counts()
             used = selection.used_in_first_pass = [count > 0 for count in self.num_ranks_used]
         elif self.options.static_graph:  # agreed on in the first pass; no_sync gradients are alike on all ranks
             used = [a or b for a, b in zip(selection.used_in_first_pass, used_here, strict=True)]

@@ -63,10 +63,8 @@ def tcp_links() -> dict[tuple[str, str], tuple[int, int]]:
         except OSError:  # it listens, or is not connected any more
             continue
         if not here.startswith(("127.", "::1")):
-            (busy_us,), (sent,) = (
-                struct.unpack_from("=Q", info, _BUSY_OFFSET),
-                struct.unpack_from("=Q", info, _SENT_OFFSET),
-            )
+            (busy_us,) = struct.unpack_from("=Q", info, _BUSY_OFFSET)
+            (sent,) = struct.unpack_from("=Q", info, _SENT_OFFSET)
             before = found.get((here, there), (0, 0))
             found[here, there] = (before[0] + sent, before[1] + busy_us)
     return found

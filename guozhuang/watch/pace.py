@@ -258,9 +258,8 @@ class PaceJudge:
     own_times: dict[int, OwnTime] = field(default_factory=dict)
     threshold: float = THRESHOLD
     _judged: dict[int, int] = field(default_factory=dict)  # by rank: the count of the own time of the last round
-    _rounds: dict[int, list[SlowRank]] = field(
-        default_factory=dict
-    )  # by rank: the rounds in which it was behind lately
+    # By rank: the rounds in which it was behind lately.
+    _rounds: dict[int, list[SlowRank]] = field(default_factory=dict)
     _fine: dict[int, int] = field(default_factory=dict)  # by slow rank: rounds in succession in which it was not behind
     _told: dict[int, str] = field(default_factory=dict)  # the slow ranks that are known, with their phases
 
