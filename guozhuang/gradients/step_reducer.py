@@ -205,8 +205,7 @@ class StepReducer:
         if sent_early:
             now = torch.stack([_bit_sum(bucket.flat) for bucket in self.buckets])
             flags[num_parameters:-1] = now != torch.stack([s for s in self._now.sums if s is not None])
-        with waits.inside():
-            known = [count > 0 for count in UsedAnywhere(flags, self._group, flags.device).counts()]
+        known = [count > 0 for count in UsedAnywhere(flags, self._group, flags.device).counts()]
         self._now.again = {b for b in range(num_buckets) if known[num_parameters + b]}
         self._now.is_calm = not known[-1] and not self._now.again
         return known[:num_parameters]

@@ -22,7 +22,6 @@ from ...groups.fake import FakeNodeGroup
 from ...groups.shared_memory import SharedMemoryGroup
 from ...groups.shared_memory.program import DTYPE_OF
 from ...registry import registry
-from ...watch.waits import waits
 from ..carrier import Carrier
 from ..parts import BucketLayout
 from .embedding_rows import LendingHook, embeddings_of
@@ -117,7 +116,7 @@ class SharedCarrier(Carrier):
         has_all = self.gradients.take()
         weight = registry.weight.among(self._size, self._rank)
         report = _REPORT.pack(has_all, self._shared.digest(changed), weight)
-        reports = [_REPORT.unpack_from(each) for each in self._wait(b"sharded: gradients are there", report)]
+        reports = [_REPORT.unpack_from(each) for each in self._segments.meet(b"sharded: gradients are there", report)]
         if any(digest for _, digest, _ in reports):
             self._take_up(changed, [digest for _, digest, _ in reports])
         weights = [weight for _, _, weight in reports]
@@ -125,10 +124,6 @@ class SharedCarrier(Carrier):
         if all(has for has, _, _ in reports):
             return frozenset()
         return frozenset(i for i, is_used in enumerate(self.gradients.used()) if not is_used)
-
-    def _wait(self, what: bytes, private: bytes = b"") -> tuple[bytes, ...]:
-        with waits.inside():
-            return self._segments.meet(what, private)
 
     @override
     def _means(self, keep: bool) -> Iterator[Sequence[int]]:
@@ -141,7 +136,7 @@ class SharedCarrier(Carrier):
             yield run.blocks
             at += run.num_bytes if keep else 0
         if keep:
-            self._wait(b"sharded: gradients were read")  # from here on a backward may write gradients again
+            self._segments.meet(b"sharded: gradients were read")  # from here on a backward may write gradients again
 
     def _sum(self, run: Stretch, into: Tensor) -> None:
         """Sum the gradients of a run of blocks, and assign them to the blocks' ``weight.grad``."""
@@ -166,7 +161,7 @@ class SharedCarrier(Carrier):
 
     @override
     def _publish(self) -> None:
-        self._wait(b"sharded: weights were written")
+        self._segments.meet(b"sharded: weights were written")
         self._shared.remember()
 
     @override
