@@ -32,8 +32,8 @@ EXTENSIONS = [
     extension(
         SHARED_MEMORY,
         "_engine",
-        ("_engine.c", "_program.c", "_barrier.c", "_reduce.c", "_mail.c"),
-        ("_program.h", "_barrier.h", "_reduce.h", "_mail.h"),
+        ("_engine.c", "_program.c", "_barrier.c", "_reduce.c", "_mail.c", "_repeats.c"),
+        ("_program.h", "_barrier.h", "_reduce.h", "_mail.h", "_repeats.h"),
     ),
     extension(SHARED_MEMORY, "_sparse", ("_sparse.c", "_reduce.c"), ("_reduce.h",)),
     extension(KERNELS, "_codes", ("_codes.c",)),

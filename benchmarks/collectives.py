@@ -5,10 +5,11 @@
 
 All contestants live in the same processes, one per rank with one thread, which Open MPI's ``mpirun`` starts unbound. "mpi" is a
 call of mpi4py on the memory of the tensor (Open MPI's shared memory, chosen by itself); "gloo" and "shm" are calls of
-``torch.distributed``; "in place" is "shm" with a tensor from ``group.empty``, "copy" each rank copying as many bytes. A round
-times some calls of each contestant between barriers, and the slowest rank counts; medians of the rounds are printed, and the
-median of the rounds' ratios. A size is that of the whole tensor: the result of all_gather, the input of reduce_scatter. "one way"
-is half of a round trip between the ranks of a pair, all pairs at once.
+``torch.distributed``; "in place" is "shm" with a tensor from ``group.empty``, "copy" each rank copying as many bytes.
+
+A round times some calls of each contestant between barriers, and the slowest rank counts. Medians of the rounds are printed,
+and of their ratios. A size is that of the whole tensor: the result of all_gather, the input of reduce_scatter. "one way" is
+half of a round trip between the ranks of a pair, all pairs at once.
 """
 
 from __future__ import annotations
@@ -220,7 +221,9 @@ def main() -> None:
     parser.add_argument("--verbs", default=",".join(VERBS))
     parser.add_argument("--without", default="", help="contestants that do not take part")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of one contest, after which no further round begins")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="of one contest, after which no further round begins"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--in-mpi", nargs=3, help=argparse.SUPPRESS)  # ranks, port, folder: of a process under mpirun
     options = parser.parse_args()

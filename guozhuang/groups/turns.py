@@ -153,26 +153,35 @@ class Turns:
 
     def now(self, job: Job, tensors: Sequence[Tensor], what: str) -> dist.Work:
         """Run a job after all earlier jobs, and return its work when the job has ended; raise the job's error."""
+        if (done := self.at_once(job, tensors)) is not None:
+            return done
+        self.refuse_within(what)
+        work = self.later(job, tensors, what)
+        work.wait()
+        return work
+
+    def at_once(self, job: Job, tensors: Sequence[Tensor]) -> CallWork | None:
+        """Run a job on this thread if no other waits or runs, and return its work; raise the job's error.
+
+        Returns:
+            None: another job waits or runs, or this one returned False, which says that it did nothing.
+        """
         if os.getpid() != self._process:
-            refuse_fork(what, self._process, self.rank)
+            return None
         inline, began_ns = False, 0
         try:
             with self._order:
-                inline = self._num_waiting == 0 and self._closed is None and self._running.acquire(blocking=False)
-            if inline:
-                began_ns = waits.begin()
-                self._runner = threading.get_ident()
-                job()
-                return CallWork(tensors)
+                inline = self._num_waiting == 0 and self._closed is None and self._running.acquire(False)
+            if not inline:
+                return None
+            began_ns = waits.begin()
+            self._runner = threading.get_ident()
+            return None if job() is False else CallWork(tensors)
         finally:
             if inline:
                 self._runner = 0
                 self._running.release()
                 waits.end(began_ns)
-        self.refuse_within(what)
-        work = self.later(job, tensors, what)
-        work.wait()
-        return work
 
     def later(self, job: Job, tensors: Sequence[Tensor], what: str) -> QueuedWork:
         """Submit a job to the group's thread, and return its work at once."""

@@ -98,6 +98,10 @@ class VerbGroup(PythonGroup):
         """Return a function that starts the call on another group, by ``method`` there; None if this group runs the call."""
         return None
 
+    def _again(self, method: str, args: tuple[Any, ...]) -> dist.Work | None:
+        """Run a call that is like an earlier one without preparing it anew, and return its work; None: nothing was done."""
+        return None
+
     @abc.abstractmethod
     def _begin(self, call: PreparedCall, method: str, args: Sequence[Any]) -> dist.Work:
         """Start a prepared call in order with the group's other calls; ``args``: the method's arguments, the options last."""
@@ -118,6 +122,8 @@ def collective(prepare: Callable[..., PreparedCall]) -> Callable[..., dist.Work]
     def call(self: VerbGroup, *args: Any, opts: Any = None) -> dist.Work:
         if len(args) < num_arguments:
             args = (*args, opts)
+        if not profiler._is_profiler_enabled and (done := self._again(native, args)) is not None:
+            return done
         if args[-1] is None:
             args = (*args[:-1], options())
         try:

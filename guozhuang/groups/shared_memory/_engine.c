@@ -10,6 +10,7 @@
 #include "_mail.h"
 #include "_program.h"
 #include "_reduce.h"
+#include "_repeats.h"
 
 #define LONGEST_WAIT_S 1e9
 
@@ -277,18 +278,16 @@ static PyMethodDef module_methods[] = {
 };
 
 static int module_exec(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&engine_spec);
-    if (type == NULL || PyModule_AddObjectRef(module, "Engine", type) < 0) {
+    static const struct {
+        const char *name;
+        PyType_Spec *spec;
+    } types[] = {{"Engine", &engine_spec}, {"Mail", &gz_mail_spec}, {"Repeats", &gz_repeats_spec}};
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        PyObject *type = PyType_FromSpec(types[i].spec);
+        const int added = type == NULL ? -1 : PyModule_AddObjectRef(module, types[i].name, type);
         Py_XDECREF(type);
-        return -1;
+        if (added < 0) return -1;
     }
-    Py_DECREF(type);
-    type = PyType_FromSpec(&gz_mail_spec);
-    if (type == NULL || PyModule_AddObjectRef(module, "Mail", type) < 0) {
-        Py_XDECREF(type);
-        return -1;
-    }
-    Py_DECREF(type);
     /* For the test that this and engine.py agree. */
     PyObject *layout = Py_BuildValue("(Iiiiiiiiiii)", GZ_MAGIC, GZ_MAGIC_OFFSET, GZ_ARRIVED_OFFSET, GZ_ASLEEP_OFFSET,
                                      GZ_STATE_OFFSET, GZ_DOING_OFFSET, GZ_DOING_BYTES, GZ_FIRST_DESCRIPTOR_OFFSET,

@@ -13,9 +13,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from guozhuang.errors import explain
 from guozhuang.groups.gloo import OtherDevices
+from guozhuang.world import versions
 
 from ..turns import Turns, take_timeout
 from ..verbs import PreparedCall, UnsupportedTensor, VerbGroup, check_memory, collective
@@ -23,9 +25,14 @@ from . import arguments
 from .arguments import Bytes
 from .collectives import Combining
 from .endpoint import Terms, refuse
-from .engine import ONE_SHOT_BYTES
+from .engine import ONE_SHOT_BYTES, make_repeats
 from .operations import Operations, describe
 
+# The collectives whose calls are kept for when they come again, in the order of the kinds in _repeats.c.
+_REPEATED: Final = {
+    versions.name_of(method): kind
+    for kind, method in enumerate(("allreduce", "broadcast", "all_gather_single", "reduce_scatter_single", "barrier"))
+}
 # How long a wait spins before it sleeps, in microseconds: less on the group's own thread, which runs beside computations.
 SYNC_SPIN_US: Final = 50
 ASYNC_SPIN_US: Final = 20
@@ -68,6 +75,9 @@ class CollectiveCalls(VerbGroup):
         self._turns, self._operations, self._others, self._timeout_s = turns, operations, others, timeout_s
         self._sync_spin_us, self._async_spin_us = (0, 0) if crowded else (SYNC_SPIN_US, ASYNC_SPIN_US)
         self._num_calls = 0
+        self._link = operations.link
+        self._link.sync_terms = timeout_s, self._sync_spin_us
+        self._repeats = make_repeats(rank, size)
 
     # The methods below combine tensors of all ranks.
 
@@ -270,6 +280,18 @@ class CollectiveCalls(VerbGroup):
             return None
         return partial(getattr(self._others.group_on(device), method), *args)
 
+    @override
+    def _again(self, method: str, args: tuple[Any, ...]) -> dist.Work | None:
+        """Run a small synchronous call whose like was called twice before. See [Note: calls that repeat] in _repeats.c."""
+        kind = _REPEATED.get(method)
+        if kind is None or (job := self._repeats.find(kind, self._link.turn, args)) is None:
+            return None
+        first = args[0]
+        done = self._turns.at_once(job, first if type(first) is list else args[:-1][:1])
+        if done is not None:
+            self._num_calls += 1
+        return done
+
     def _begin(self, call: PreparedCall, method: str, args: Sequence[Any]) -> dist.Work:
         """Run a prepared call in its turn: before this method returns, or later if the options say ``asyncOp``."""
         run, tensors, what, _ = call
@@ -279,7 +301,16 @@ class CollectiveCalls(VerbGroup):
         self._num_calls += 1
         if opts.asyncOp:
             return self._turns.later(lambda: perform(run, what, (timeout_s, self._async_spin_us)), tensors, what)
-        return self._turns.now(lambda: perform(run, what, (timeout_s, self._sync_spin_us)), tensors, what)
+        kind = _REPEATED.get(method)
+
+        def job() -> None:
+            perform(run, what, (timeout_s, self._sync_spin_us))
+            link = self._link
+            if kind is not None and link.single is not None:
+                turn = link.turn ^ 1  # that of the operation which has just ended
+                self._repeats.put(kind, turn, tuple(args), partial(link.again, *link.single, turn))
+
+        return self._turns.now(job, tensors, what)
 
     def _report_refusal(self, verb: str, why: str, options: Any) -> None:
         give_turn = self._turns.later if getattr(options, "asyncOp", False) else self._turns.now

@@ -72,6 +72,9 @@ class Endpoint:
         self._seen: set[int] = set()  # hashes of keys that have come
         self._is_open = False  # whether an operation has begun that will run further programs
         self._is_told = False  # whether the peers know that this rank refuses the call
+        # What the running call consists of if that is one program: the operation in words and the program.
+        self.single: tuple[bytes, Program] | None = None
+        self.sync_terms: Terms = (0.0, 0)  # those of calls that ``again`` runs
 
     @property
     def one_shot(self) -> tuple[int, ...]:
@@ -117,6 +120,7 @@ class Endpoint:
             terms: passed to ``run``.
         """
         self._is_open = self._is_told = False
+        self.single = None
         try:
             run(terms)
         except BaseException as error:
@@ -163,6 +167,26 @@ class Endpoint:
         self.turn ^= 1
         self._engine.set_doing(what)
         self._run(program, what[:DESCRIPTOR_BYTES], private, timeout_s)
+        self.single = None if self._is_open or private else (what[:DESCRIPTOR_BYTES], program)
+
+    def again(self, what: bytes, program: Program, turn: int) -> bool:
+        """Run an operation that was the ``single`` one of an earlier call, as ``begin`` does, within ``sync_terms``.
+
+        Args:
+            what: the operation in words.
+            program: its program.
+            turn: the one-shot area that the program uses.
+
+        Returns:
+            False: nothing was done, because the other area's turn is now, or ``perform`` has something to do first.
+        """
+        if self.turn != turn or self.failure is not None or self._peers.has_freed:
+            return False
+        timeout_s, self._spin_us = self.sync_terms
+        self._what, self.turn = what, turn ^ 1
+        self._engine.set_doing(what)
+        self._run(program, what, b"", timeout_s)
+        return True
 
     def go_on(self, program: Program) -> None:
         """Run a further program of the current operation. Raises ``PeerLost`` as ``begin`` does."""

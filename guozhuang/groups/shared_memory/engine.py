@@ -7,8 +7,10 @@ control page. The engine is written in C; where it was not built, "shm" becomes 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import torch
 
 from guozhuang.errors import WorldError, explain
 
@@ -156,6 +158,19 @@ class Mail(Protocol):
         """
 
 
+class Repeats(Protocol):
+    """A table of small collectives that were called before, by what a call depends on. Made by ``make_repeats``.
+
+    See [Note: calls that repeat] in _repeats.c. The arguments ``args`` are those of the group's method, the options last.
+    """
+
+    def find(self, kind: int, turn: int, args: tuple[Any, ...], /) -> Callable[[], bool] | None:
+        """Return the job that is stored for a call like this one; None: there is none."""
+
+    def put(self, kind: int, turn: int, args: tuple[Any, ...], job: Callable[[], bool], /) -> bool:
+        """Store a job if a call like this one has come before, and if it may be repeated; return whether it was stored."""
+
+
 def native_built() -> bool:
     """Return whether the C part of the group was built."""
     return _engine is not None and _sparse is not None
@@ -179,6 +194,11 @@ def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[
         fix = "install a C compiler and reinstall guozhuang, or use the gloo backend"
         raise WorldError(explain("the C part of the shared-memory group was not built", rank=rank, fix=fix))
     return _engine.Engine(rank, size, list(controls), list(pidfds))
+
+
+def make_repeats(rank: int, size: int) -> Repeats:
+    """Make an empty table for the calls of a rank in a group of ``size`` ranks."""
+    return _engine.Repeats(torch.Tensor, torch.strided, rank, size)
 
 
 def mail_ring_bytes(size: int) -> tuple[int, int]:

@@ -47,7 +47,7 @@ class Operations:
     """
 
     def __init__(self, link: Endpoint, crowded: bool) -> None:
-        self._link, self._crowded = link, crowded
+        self.link, self._crowded = link, crowded
         self._rank, self._size = link.rank, link.size
         self._plans: dict[tuple[object, ...], _ReductionPlan] = {}
         self._numbers = itertools.count()
@@ -61,7 +61,7 @@ class Operations:
         """
         key = (tensor.numel(), tensor.dtype, how, root, among)
         plan = self._plans.get(key) or self._plan(key, tensor, how, root, among)
-        link, address = self._link, tensor.data_ptr()
+        link, address = self.link, tensor.data_ptr()
         if plan.fits_one_shot:
             program = link.remembered((plan.number, address, link.turn), lambda: self._one_shot(plan, address, root))
             link.begin(plan.what, program, terms)
@@ -81,7 +81,7 @@ class Operations:
         return plan
 
     def _one_shot(self, plan: _ReductionPlan, address: int, root: int | None) -> Program:
-        window = collectives.one_shot_window(self._link.one_shot, ONE_SHOT_BYTES, 1, plan.num_bytes)
+        window = collectives.one_shot_window(self.link.one_shot, ONE_SHOT_BYTES, 1, plan.num_bytes)
         assert window is not None
         return collectives.reduce_one_shot(window, self._rank, MemoryRange(address, plan.num_bytes), plan.how, root)
 
@@ -102,7 +102,7 @@ class Operations:
         if piece.num_bytes <= ONE_SHOT_BYTES:
             self._small(what, terms, moves)
             return
-        link = self._link
+        link = self.link
         places = link.meet(what, terms, link.place_of(tensor) if is_root else b"")
         there = None if is_root else link.address_of(root, places[root])
         if places[root][0]:
@@ -122,7 +122,7 @@ class Operations:
         if longest <= ONE_SHOT_BYTES:
             self._small(what, terms, moves)
             return
-        link = self._link
+        link = self.link
         places = link.meet(what, terms, link.place_of(tensor))
         seen = self._seen(places)
         if seen is None:
@@ -154,7 +154,7 @@ class Operations:
         what = describe("reduce_scatter", counts, whole.dtype, how)
         if output.num_bytes != inputs[self._rank].num_bytes:
             self._complain(what, f"but this rank takes {output.num_bytes // whole.itemsize}", terms)
-        longest, link = max(piece.num_bytes for piece in inputs), self._link
+        longest, link = max(piece.num_bytes for piece in inputs), self.link
         window = collectives.one_shot_window(link.one_shot, ONE_SHOT_BYTES, self._size, longest)
         arguments = (self._rank, inputs, output.address, how, longest)
         if window is not None:
@@ -174,7 +174,7 @@ class Operations:
         self, outputs: Sequence[MemoryRange], inputs: Sequence[MemoryRange], dtype: torch.dtype, terms: Terms
     ) -> None:
         """Copy input r of every rank to rank r; all sizes may differ, as long as both ends of a pair agree."""
-        link, size = self._link, self._size
+        link, size = self.link, self._size
         what = describe("all_to_all", [], dtype)
         link.write_table([piece.num_bytes for piece in (*inputs, *outputs)])
         link.meet(what, terms)
@@ -220,23 +220,23 @@ class Operations:
 
     def counts(self, what: bytes, count: int, terms: Terms) -> list[int]:
         """Send this rank's number to all ranks, in the call ``what``; return the numbers of all ranks, by rank."""
-        told = self._link.tell(cut(what), terms, count.to_bytes(8, "little"))
+        told = self.link.tell(cut(what), terms, count.to_bytes(8, "little"))
         return [int.from_bytes(each[:8], "little") for each in told]
 
     def barrier(self, name: bytes, terms: Terms) -> None:
         """Wait until all ranks have joined."""
-        self._link.begin(name, MEETING, terms)
+        self.link.begin(name, MEETING, terms)
 
     def _move(self, what: bytes, terms: Terms, moves: Moves) -> None:
         """Move pieces between ranks: through the one-shot areas if they fit, else in chunks through the rings."""
         if collectives.aligned(moves.longest_bytes) * moves.num_lanes <= ONE_SHOT_BYTES:
             self._small(what, terms, moves)
             return
-        self._link.meet(what, terms)
+        self.link.meet(what, terms)
         self._staged(moves)
 
     def _small(self, what: bytes, terms: Terms, moves: Moves) -> None:
-        link, (num_lanes, sent, taken, kept, longest) = self._link, moves
+        link, (num_lanes, sent, taken, kept, longest) = self.link, moves
 
         def build() -> Program:
             window = collectives.one_shot_window(link.one_shot, ONE_SHOT_BYTES, num_lanes, longest)
@@ -248,23 +248,23 @@ class Operations:
 
     def _staged(self, moves: Moves) -> None:
         window = self._ring(moves.num_lanes, moves.longest_bytes)
-        self._link.go_on(collectives.exchange(window, self._rank, moves))
+        self.link.go_on(collectives.exchange(window, self._rank, moves))
 
     def _ring(self, num_lanes: int, longest: int) -> Window:
-        link = self._link
+        link = self.link
         return collectives.ring_window(link.rings, link.ring_bytes, num_lanes, longest, self._crowded)
 
     def _seen(self, places: Sequence[bytes]) -> list[int] | None:
         """Return the address in this process of every rank's tensor (0 for its own); None if any rank's cannot be mapped."""
         if not all(place[0] for place in places):
             return None
-        found = [0 if r == self._rank else self._link.address_of(r, place) for r, place in enumerate(places)]
+        found = [0 if r == self._rank else self.link.address_of(r, place) for r, place in enumerate(places)]
         return [0 if address is None else address for address in found]
 
     def _complain(self, what: bytes, why: str, terms: Terms) -> NoReturn:
         """Report to the peers that sizes do not match; raise UsageError if all ranks report this, else MismatchError."""
         what = what + f" ({why})".encode()
-        self._link.agree_on_refusal(what[:DESCRIPTOR_BYTES], terms)
+        self.link.agree_on_refusal(what[:DESCRIPTOR_BYTES], terms)
         refuse("sizes do not fit each other", what.decode(), self._rank, "make outputs as large as what goes into them")
 
 

@@ -184,6 +184,7 @@ class SharedMemoryGroup(CollectiveCalls, OwnBackend):
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         super().set_timeout(timeout)
         self._timeout_s = timeout.total_seconds()
+        self._link.sync_terms = self._timeout_s, self._sync_spin_us
 
     # The methods below end the group.
 

@@ -1,0 +1,199 @@
+"""Small synchronous calls that come again run without being prepared anew: each still gives what its own arguments ask for."""
+
+import datetime
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from guozhuang.errors import MismatchError, PeerLost
+from tests.processes.shm_ranks import run_shm_ranks
+
+
+def stored(group: Any) -> list[int]:
+    """Have the table of a group count what it finds; return the list that grows."""
+    found: list[int] = []
+    table = group._repeats
+
+    class Counting:
+        def find(self, kind: int, turn: int, args: tuple[Any, ...]) -> Any:
+            job = table.find(kind, turn, args)
+            if job is not None:
+                found.append(kind)
+            return job
+
+        def put(self, *given: Any) -> bool:
+            return bool(table.put(*given))
+
+    group._repeats = Counting()
+    return found
+
+
+def every_kind(rank: int, n: int) -> None:
+    """Again and again with the same tensors: results are right, also of other operations, dtypes and layouts of one memory."""
+    found = stored(dist.group.WORLD)
+    whole, part = torch.empty(4 * n), torch.empty(4)
+    for i in range(24):
+        whole.fill_(rank + i)
+        dist.all_reduce(whole)
+        assert whole.tolist() == [float(sum(range(n)) + n * i)] * (4 * n), i
+        whole.fill_(rank + i)
+        dist.all_reduce(whole, op=dist.ReduceOp.MAX)
+        assert whole.tolist() == [float(n - 1 + i)] * (4 * n), i
+        root = i % n
+        whole.fill_(rank + i)
+        dist.broadcast(whole, root)
+        assert whole.tolist() == [float(root + i)] * (4 * n), i
+        part.fill_(rank + i)
+        dist.all_gather_single(whole, part)
+        assert whole.view(n, 4).tolist() == [[float(r + i)] * 4 for r in range(n)], i
+        dist.reduce_scatter_single(part, whole)
+        assert part.tolist() == [float(n * (rank + i))] * 4, i
+        numbers = whole.view(torch.int32)  # the same address and number of elements
+        numbers.fill_(i)
+        dist.all_reduce(numbers)
+        assert numbers.tolist() == [n * i] * (4 * n), i
+        part.fill_(rank)
+        inside = whole.view(n, 4)[rank]  # the rank's own part of the result
+        inside.fill_(rank - i)
+        dist.all_gather_single(whole, inside)
+        assert whole.view(n, 4).tolist() == [[float(r - i)] * 4 for r in range(n)], i
+        if i % 3 == 1:  # lets the other area's turn come
+            dist.all_reduce(part, async_op=True).wait()  # type: ignore[union-attr]
+        dist.barrier()
+        assert dist.group.WORLD._get_sequence_number_for_group() == 8 * (i + 1) + (i + 2) // 3  # type: ignore[union-attr]
+    assert {0, 1, 2, 3, 4} == set(found)
+    assert len(found) > 24 * 8 // 2
+
+
+def same_place_another_tensor(rank: int, n: int) -> None:
+    """What lies at one address, in as many elements, is not always the same tensor."""
+    found = stored(dist.group.WORLD)
+    memory = torch.zeros(64)
+    for _ in range(6):
+        dist.all_reduce(memory[:16])
+    assert found
+    makers: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda of: of[:32:2],
+        lambda of: of[:16].view(4, 4).t(),
+        lambda of: torch._neg_view(of[:16]),
+        lambda of: of.view(torch.complex64)[:16].conj().imag,
+        lambda of: torch.nn.Parameter(of[:16], requires_grad=False),
+        lambda of: of[:16],
+    ]
+    for number, make in enumerate(makers):
+        memory.copy_(torch.arange(64.0) + rank)
+        expected = sum(make(torch.arange(64.0) + r).detach() for r in range(n))
+        tensor = make(memory)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor.detach(), torch.as_tensor(expected)), (number, tensor, expected)
+
+
+def differ(rank: int, n: int) -> str:
+    tensor = torch.ones(8)
+    for _ in range(6):
+        dist.all_reduce(tensor)
+    with pytest.raises(MismatchError) as caught:
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if rank else dist.ReduceOp.MAX)
+        dist.barrier() if rank else dist.all_reduce(tensor)
+    return str(caught.value)
+
+
+def loses(rank: int, n: int) -> None:
+    tensor = torch.ones(8)
+    for _ in range(6):
+        dist.all_reduce(tensor)
+    if rank == n - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        dist.all_reduce(tensor)
+    assert caught.value.rank == n - 1 and "all_reduce of 8 float32" in str(caught.value)
+    assert time.monotonic() - began < 10
+    with pytest.raises(PeerLost):
+        dist.all_reduce(tensor)
+
+
+def late(rank: int, n: int) -> None:
+    """The limit of the group is that of the moment of the call."""
+    tensor = torch.ones(8)
+    for _ in range(6):
+        dist.all_reduce(tensor)
+    dist.group.WORLD.set_timeout(datetime.timedelta(seconds=0.3))  # type: ignore[union-attr]
+    if rank == 0:
+        time.sleep(1.5)
+        return
+    with pytest.raises(PeerLost, match="timed out"):
+        dist.all_reduce(tensor)
+
+
+def leaves_nothing(rank: int, n: int) -> None:
+    """The table keeps neither tensors nor the group."""
+    group = dist.new_group()
+    tensor = torch.ones(8)
+    for _ in range(6):
+        dist.all_reduce(tensor, group=group)
+    dead = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert dead() is None
+    dist.barrier()
+    dist.destroy_process_group(group)
+    gone = weakref.ref(group)
+    del group
+    gc.collect()
+    assert gone() is None or not gc.is_tracked(gone())
+
+
+def from_two_threads(rank: int, n: int) -> None:
+    """A call that cannot run at once is queued behind the one that runs, as ever."""
+    tensor, other = torch.ones(8), torch.ones(8)
+    second: Any = dist.new_group()
+    for _ in range(6):
+        dist.all_reduce(tensor)
+        dist.all_reduce(other, group=second)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(200):
+                dist.all_reduce(other, op=dist.ReduceOp.MAX, group=second)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for i in range(200):
+        works = [dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True) for _ in range(i % 3)]
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        for each in works:
+            assert each is not None and each.wait()
+    thread.join()
+    assert not errors
+
+
+@pytest.mark.parametrize("fn", [every_kind, same_place_another_tensor, leaves_nothing, from_two_threads, late])
+def test_repeated_calls(fn: Any) -> None:
+    run_shm_ranks(fn, 2)
+
+
+def test_three_ranks() -> None:
+    run_shm_ranks(every_kind, 3)
+
+
+def test_ranks_that_differ_in_a_repeated_call_say_so() -> None:
+    for text in run_shm_ranks(differ, 2):
+        assert "all_reduce of 8 float32, max" in text and "all_reduce of 8 float32, sum" in text
+
+
+def test_a_rank_lost_in_a_repeated_call_is_named() -> None:
+    found = run_shm_ranks(loses, 3, collect_errors=True)
+    assert found[:2] == [None, None]
