@@ -116,8 +116,32 @@ class Attendant:
                 with self.lock:
                     self._call(ready)
 
-    def attend(self, is_done: Callable[[], bool], limit_s: float) -> None:
+    def look(self, first: Callable[[float], bool]) -> bool:
+        """Before ``attend``: have ``first`` look under ``lock`` for what is waited for, for the seconds that it is given.
+
+        Returns:
+            What ``first`` returns: whether it came. False without a call if the lock is not free.
+        """
+        if self._attending or not self.lock.acquire(False):
+            return False
+        spin_s, found = 0.0 if self._skips else self._spin_s, False
+        try:
+            self._attending = threading.get_ident()
+            found = first(spin_s)
+        finally:
+            if spin_s:
+                self._count(found)
+            self._attending, self._away_until = 0, time.monotonic() + _AWAY_S
+            self.lock.release()
+        return found
+
+    def attend(self, is_done: Callable[[], bool], limit_s: float, spins: bool = True) -> None:
         """Process in this thread until ``is_done()``, at most ``limit_s`` seconds; return at once if another thread does.
+
+        Args:
+            is_done: whether what is waited for has come.
+            limit_s: the longest wait, in seconds.
+            spins: whether to look for messages before sleeping.
 
         Raises:
             BaseException: what a signal's handler raises in this thread.
@@ -133,16 +157,15 @@ class Attendant:
         try:
             self._attending = threading.get_ident()
             self._skips = max(self._skips - 1, 0)
-            spin_s = 0.0 if self._skips else self._spin_s
+            spin_s = 0.0 if self._skips or not spins else self._spin_s
             while not is_done() and not self._has_ended() and now < begin + limit_s:
                 if now >= begin + spin_s:
                     self._call(self._poll(poller, begin + limit_s - now))
                 elif self._messages.spin(min(begin + spin_s - now, limit_s)):
                     self._call(_NONE)
                 now = time.monotonic()
-            if spin_s:  # in vain also where both ranks share a core
-                self._vain = self._vain + 1 if now > begin + spin_s else 0
-                self._skips = min(2**self._vain, _MOST_SKIPS) if self._vain else 0
+            if spin_s:
+                self._count(now <= begin + spin_s)
         finally:
             if not is_nested:
                 self._attending, self._away_until = 0, time.monotonic() + _AWAY_S
@@ -152,6 +175,11 @@ class Attendant:
                 # The own thread may stay away for longer, or sleep through a wake that this thread has read.
                 if now > begin + _LONGEST_AWAY_S or self._sleeps_long:
                     self.wake()
+
+    def _count(self, found: bool) -> None:
+        """Count looks in vain, also those where both ranks share a core; after them some waits do without."""
+        self._vain = 0 if found else self._vain + 1
+        self._skips = min(2**self._vain, _MOST_SKIPS) if self._vain else 0
 
     def attend_now(self) -> None:
         """Let ``process`` know that a transfer has begun, in this thread if none is at it, else in that one."""

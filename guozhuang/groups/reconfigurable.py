@@ -30,7 +30,7 @@ from guozhuang.groups.base import OwnBackend
 from guozhuang.groups.forwarding import ForwardingGroup
 from guozhuang.groups.serial import CallWork
 from guozhuang.groups.shared_memory.engine import native_built
-from guozhuang.groups.shared_memory.process_group import SharedMemoryGroup, own_cores
+from guozhuang.groups.shared_memory.process_group import SharedMemoryGroup, own_note
 from guozhuang.groups.shared_memory.rendezvous import Card, Listener
 
 _BACKLOG = 1024  # the most connections of other ranks that wait while this rank has not begun the change
@@ -99,7 +99,7 @@ class ReconfigurableGroup(OwnBackend, ForwardingGroup):
     def get_reconfigure_handle(self) -> str:
         """Return the text by which other processes name this one in the next change. Not collective."""
         if self._listener is None:
-            self._listener = Listener(self._rank, own_cores(), _BACKLOG)
+            self._listener = Listener(self._rank, own_note(), _BACKLOG)
         return str(ReconfigureHandle(native_built(), self._listener.card))
 
     def reconfigure(self, opts: Any) -> dist.Work:

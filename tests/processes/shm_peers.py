@@ -24,12 +24,17 @@ from guozhuang.groups.shared_memory.segments import Segment
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 20.0
+NOBODY = (1 << 22) + 1  # more than any pid
 
 
-def run(fn: Callable[..., Any], num_ranks: int, *args: Any, **options: Any) -> list[Any]:
-    """Run ranks that have a store in a file, and no process group with sockets and threads of its own."""
+def run(fn: Callable[..., Any], num_ranks: int, *args: Any, way: str = "streams", **options: Any) -> list[Any]:
+    """Run ranks that have a store in a file, and no process group with sockets and threads of its own.
+
+    ``way`` is how large payloads travel: in "streams", or the receiver "reads" them; "cannot" is a receiver that tries in vain.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(fn, num_ranks, *args, init=False, env={"MEETING_PLACE": f"{folder}/store"}, **options)
+        env = {"MEETING_PLACE": f"{folder}/store", "PAYLOADS": way}
+        return run_ranks(fn, num_ranks, *args, init=False, env=env, **options)
 
 
 def held() -> tuple[int, int, int]:
@@ -64,7 +69,11 @@ def group(rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[
     """All that this rank has of a group; afterwards nothing is left of it."""
     before = held()
     peers = met(rank, size)
-    arena, p2p = Arena(peers), PointToPoint(peers, timeout_s)
+    way, pids = os.environ["PAYLOADS"], peers.pids
+    if way == "cannot":
+        peers.pids = [NOBODY] * size
+    arena, p2p = Arena(peers), PointToPoint(peers, timeout_s, reads=way != "streams")
+    peers.pids = pids
     p2p._along_bytes = 16 << 10  # so that payloads of tests stream which are small enough to lie whole in a ring
     try:
         yield peers, arena, p2p

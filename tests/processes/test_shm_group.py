@@ -431,7 +431,7 @@ def in_place_memory(rank: int, n: int) -> None:
 
 
 def point_to_point(rank: int, n: int) -> None:
-    """Sends and receives as torch.distributed offers them; what they carry is tested in test_shm_point_to_point.py."""
+    """Sends and receives as torch.distributed offers them; what they carry is tested in test_shm_transfers.py."""
     right, left = (rank + 1) % n, (rank - 1) % n
     for num in (1, 1000, 700_001):
         mine, got = torch.full((num,), float(rank)), torch.zeros(num)
@@ -476,6 +476,17 @@ def point_to_point(rank: int, n: int) -> None:
 )
 def test_equals_gloo(case, num_ranks: int) -> None:
     run_shm_ranks(case, num_ranks)
+
+
+def one_cannot_read(rank: int, n: int, case) -> None:
+    """If one rank cannot read the memory of the others, all copy through the rings."""
+    dist.group.WORLD._resources.link.reads = rank != n - 1
+    case(rank, n)
+
+
+@pytest.mark.parametrize("case", [roots, gathers_and_scatters, uneven, overlapping], ids=lambda case: case.__name__)
+def test_without_reading_other_processes(case) -> None:
+    run_shm_ranks(one_cannot_read, 3, case)
 
 
 @pytest.mark.parametrize("case", [bits_are_the_same_everywhere, complex_and_sparse, uneven], ids=lambda c: c.__name__)

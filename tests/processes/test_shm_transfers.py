@@ -18,7 +18,8 @@ import torch.distributed as dist
 from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError
 from guozhuang.groups.shared_memory.engine import STATE_OFFSET, RankState
 from guozhuang.groups.shared_memory.point_to_point import PointToPoint
-from guozhuang.groups.shared_memory.transfers import STREAM, Transfer
+from guozhuang.groups.shared_memory.point_to_point.messages import STREAM
+from guozhuang.groups.shared_memory.point_to_point.transfers import Transfer
 from tests.processes.shm_peers import (
     a_store,
     barrier,
@@ -287,7 +288,7 @@ def dies_having_sent_all(rank: int, size: int) -> None:
         if rank == 1:
             sending = p2p.send(tensor, 0, 0)
             barrier(size)
-            until(lambda: p2p._streams[0], 20)
+            until(lambda: p2p._streams.has(0), 20)
             time.sleep(0.1)  # all of it is in the memory between the two
             assert not sending.is_completed()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -525,6 +526,16 @@ def receives_apart(rank: int, size: int) -> None:
 )
 def test_ranks_that_have_met(case: Callable[..., Any], num_ranks: int) -> None:
     run(case, num_ranks)
+
+
+@pytest.mark.parametrize("way", ["reads", "cannot"])
+@pytest.mark.parametrize(
+    ("case", "num_ranks"),
+    [(many, 3), (any_source, 4), (differ, 2), (too_late, 2), (given_up_unheard, 2), (leaves, 4), (closes, 2)],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_payloads_that_the_receiver_reads(case: Callable[..., Any], num_ranks: int, way: str) -> None:
+    run(case, num_ranks, way=way)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import socket
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from guozhuang.groups.shared_memory import _engine, transfers
+from guozhuang.groups.shared_memory import _engine
 from guozhuang.groups.shared_memory.engine import Mail, mail_ring_bytes
+from guozhuang.groups.shared_memory.point_to_point import messages
 from guozhuang.groups.shared_memory.segments import Segment
 
 Ends = tuple[Mail, Mail, socket.socket, socket.socket]
@@ -23,8 +26,8 @@ def ends() -> Iterator[Ends]:
     for each in sockets:
         each.setblocking(False)
     areas = [segment.address for segment in segments]
-    first = _engine.Mail(0, areas, [-1, sockets[0].fileno()], 1024, 4096)
-    second = _engine.Mail(1, areas, [sockets[1].fileno(), -1], 1024, 4096)
+    first = _engine.Mail(0, areas, [-1, sockets[0].fileno()], 1024, 4096, [os.getpid()] * 2)
+    second = _engine.Mail(1, areas, [sockets[1].fileno(), -1], 1024, 4096, [os.getpid()] * 2)
     yield first, second, *sockets
     for each in sockets:
         each.close()
@@ -80,7 +83,7 @@ def test_payloads_move_while_both_look_and_what_was_given_up_is_skipped(ends: En
             first.spin(0.0)
             if (told := second.take(-1)) is not None:
                 break
-        assert told is not None and told[:4] == (0, transfers.PULLED, 0, number)
+        assert told is not None and told[:4] == (0, messages.PULLED, 0, number)
         assert got.equal(given) and second.take(-1) is None
 
 
@@ -100,7 +103,46 @@ def test_bytes_of_the_next_payload_are_not_taken_for_one_that_was_given_up(ends:
     for _ in range(50):
         first.spin(0.0)
         second.spin(0.0)
-    assert second.take(-1) == (0, transfers.PULLED, 0, 2, 0, 0, b"") and got.equal(given) and not half.any()
+    assert second.take(-1) == (0, messages.PULLED, 0, 2, 0, 0, b"") and got.equal(given) and not half.any()
+
+
+def test_one_message_is_received_if_it_is_the_one(ends: Ends) -> None:
+    first, second, _, at_second = ends
+    given, got = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+
+    def receive(tag: int = 5, dtype: int = 7, num: int = 64) -> bool:
+        return second.receive(0, tag, dtype, num, got.data_ptr(), num, 0.0)
+
+    assert not receive()  # nothing is there
+    assert first.put(1, messages.OFFER, 7, 11, 5, 64, given.data_ptr(), 64)
+    assert not receive(tag=6) and not receive(dtype=8) and not receive(num=63) and not got.any()
+    assert receive() and got.equal(given)
+    assert not receive() and not first.confirm(1, messages.DONE, 12, 0.0)  # it is another one's answer
+    assert first.confirm(1, messages.DONE, 11, 0.0) and not first.confirm(1, messages.DONE, 11, 0.0)
+    assert first.put(1, messages.GIVEN_UP, 0, 11, 1, 0, 0, 0) and not receive()
+    assert second.take(-1) is not None and not is_woken(at_second)
+
+
+def test_a_payload_is_read_from_the_sender_unless_it_was_given_up(ends: Ends) -> None:
+    first, second, _, _ = ends
+    given, got = torch.arange(20_000, dtype=torch.uint8), torch.zeros(20_000, dtype=torch.uint8)
+    place = bytearray(messages.PLACE.pack(given.data_ptr(), first.retracted(1)))
+    note = (ctypes.c_char * len(place)).from_buffer(place)
+
+    def receive() -> bool:
+        return second.receive(0, 5, 7, 20_000, got.data_ptr(), 20_000, 0.0)
+
+    for is_given_up in (False, True):
+        assert first.put(1, messages.APART, 7, 11, 5, 20_000, ctypes.addressof(note), len(place))
+        if is_given_up:
+            first.retract(1)
+        assert receive() != is_given_up
+        assert second.fetch(0, got.data_ptr(), 20_000, given.data_ptr(), 0) != is_given_up
+        assert got.equal(given)
+    assert second.fetch(0, got.data_ptr(), 20_000, given.data_ptr(), first.retracted(1))
+    assert not second.fetch(0, got.data_ptr(), 20_000, 0, first.retracted(1))  # nothing lies there
+    with pytest.raises(ValueError, match="no such rank"):
+        first.retract(0)
 
 
 def test_rings_shrink_with_the_number_of_ranks() -> None:

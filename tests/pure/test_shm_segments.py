@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.groups.shared_memory import segments
 from guozhuang.groups.shared_memory.arena import Arena
+from guozhuang.groups.shared_memory.point_to_point.matching import Offer, UnderWay
+from guozhuang.groups.shared_memory.point_to_point.transfers import Transfer
 from guozhuang.groups.shared_memory.segments import Segment
-from guozhuang.groups.shared_memory.transfers import Offer, Transfer, UnderWay
 
 HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "tensor": lambda tensor: tensor,
@@ -352,7 +353,9 @@ def test_matching_equals_a_search_in_order(events: list[tuple[str, int, int]]) -
     tensor = torch.empty(1)
     for number, (event, source, tag) in enumerate(events):
         if event == "p":
-            receive = Transfer(tensor, tensor, 9, source or None, tag, is_send=False, limit_s=0.0)
+            receive = Transfer(
+                tensor, tensor, (tensor.data_ptr(), 1, 4), 9, source or None, tag, is_send=False, limit_s=0.0
+            )
             assert matcher.post(receive) is twin.post(receive)
         elif event == "o":
             offer = Offer(source + 1, number, tag, 0, 1, b"")

@@ -57,7 +57,7 @@ class Ranks:
         self.memory = (ctypes.c_char * (size * CONTROL_BYTES)).from_buffer(mmap.mmap(-1, size * CONTROL_BYTES))
         self.controls = [ctypes.addressof(self.memory) + r * CONTROL_BYTES for r in range(size)]
         pidfds = pidfds or [[-1] * size] * size
-        self.engines = [make_engine(r, size, self.controls, pidfds[r]) for r in range(size)]
+        self.engines = [make_engine(r, size, self.controls, pidfds[r], [os.getpid()] * size) for r in range(size)]
         self.threads = threads
 
     def each(self, act: Callable[[int, Engine], T], among: list[int] | None = None) -> list[T]:
@@ -357,9 +357,9 @@ def test_arguments_that_make_no_sense() -> None:
         assert engine.arrived_of(0) == 0
         assert engine.run(MEET, b"x" * DESCRIPTOR_BYTES, b"", 1.0, 0) == OK
         with pytest.raises(ValueError):
-            make_engine(1, 1, world.controls, [-1])
+            make_engine(1, 1, world.controls, [-1], [0])
         with pytest.raises(ValueError):
-            make_engine(0, 2, world.controls, [-1])
+            make_engine(0, 2, world.controls, [-1], [0])
 
 
 def test_more_ranks_than_cores_wake_each_other() -> None:

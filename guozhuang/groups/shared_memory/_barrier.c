@@ -42,6 +42,7 @@
 #define SLICE_NS 100000000LL    /* sleep at most this long before looking after the peers */
 #define BUSY_SPIN_NS 10000      /* of a spin, before each look also offers the core to others */
 #define LOOKS_PER_CLOCK 16
+#define END_MS 1000 /* how long the end of a process whose memory is gone is waited for */
 #define POLL_END (POLLIN | POLLRDHUP | POLLHUP | POLLERR)
 
 static uint32_t *word(const gz_group *group, int rank, int offset) { return (uint32_t *)(group->controls[rank] + offset); }
@@ -125,6 +126,17 @@ static int fate_of(const gz_group *group, int rank, uint32_t target) {
     if (state == GZ_HAS_LEFT) return GZ_LEFT;
     if (state == GZ_IS_BROKEN) return GZ_BROKEN;
     return ended ? GZ_LOST : GZ_OK;
+}
+
+int gz_why_unread(gz_group *group, int rank) {
+    static const int of_state[] = {GZ_UNREAD, GZ_LEFT, GZ_BROKEN};
+    group->culprits[0] = rank;
+    group->num_culprits = 1;
+    /* A process that ends first loses its memory, then tells its end. */
+    if (group->ends[rank].fd >= 0 && poll(&group->ends[rank], 1, END_MS) > 0 && (group->ends[rank].revents & POLL_END))
+        return GZ_LOST;
+    const uint32_t state = gz_read(group, rank, GZ_STATE_OFFSET);
+    return state <= GZ_IS_BROKEN ? of_state[state] : GZ_UNREAD;
 }
 
 /* What has become of the ranks that are missing at `target`. A lost rank is named before one that left, and that before

@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 /* Places in a control page: the same numbers as in engine.py. */
 #define GZ_MAGIC 0x475A0001u
@@ -20,12 +21,13 @@
 #define GZ_PRIVATE_BYTES 128
 
 enum { GZ_ALIVE, GZ_HAS_LEFT, GZ_IS_BROKEN };                                                /* State */
-enum { GZ_OK, GZ_LOST, GZ_LEFT, GZ_BROKEN, GZ_LATE, GZ_DIFFER, GZ_INTERRUPTED = -1 }; /* Status */
+enum { GZ_OK, GZ_LOST, GZ_LEFT, GZ_BROKEN, GZ_LATE, GZ_DIFFER, GZ_UNREAD, GZ_INTERRUPTED = -1 }; /* Status */
 
 typedef struct {
     int rank, size;
     unsigned char **controls; /* by rank */
     struct pollfd *ends;      /* by rank: tells when the process ends */
+    pid_t *pids;              /* by rank, for reading their memory */
     int slot;                 /* descriptor slot of the current operation */
     int agreed;               /* whether the layouts were compared */
     int *culprits;            /* ranks behind the last status but GZ_OK, ascending */
@@ -48,6 +50,9 @@ void gz_describe(gz_group *group, const void *descriptor, size_t num_bytes, cons
 const unsigned char *gz_description(const gz_group *group, int rank);
 /* GZ_OK or GZ_DIFFER. After the first barrier of an operation. */
 int gz_compare(gz_group *group);
+
+/* Why the memory of a rank cannot be read: it ended, left or broke the group, or GZ_UNREAD. */
+int gz_why_unread(gz_group *group, int rank);
 
 /* Arrive, and wait until all ranks have. Waits at most until `deadline_ns` (of gz_now_ns), looking for `spin_ns` before
    it sleeps. GZ_OK, GZ_LOST, GZ_LEFT, GZ_BROKEN, GZ_LATE or GZ_INTERRUPTED. */

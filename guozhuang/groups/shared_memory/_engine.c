@@ -24,7 +24,8 @@ typedef struct {
 /* Without the GIL. */
 static int run_program(engine *self, int begins, int64_t deadline_ns, int64_t spin_ns) {
     for (long long round = 0; round < self->program.num_rounds; round++) {
-        gz_program_work(&self->program, round);
+        const int unread = gz_program_work(&self->program, round, self->group.pids, self->group.size);
+        if (unread >= 0) return gz_why_unread(&self->group, unread);
         if (round == self->program.num_rounds - 1 && !self->program.trailing_barrier) break;
         int status = gz_barrier(&self->group, deadline_ns, spin_ns);
         if (status == GZ_OK && begins && round == 0) status = gz_compare(&self->group);
@@ -173,18 +174,20 @@ static void engine_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     free(self->group.controls);
     free(self->group.ends);
+    free(self->group.pids);
     free(self->group.culprits);
     gz_program_free(&self->program);
     type->tp_free(object);
     Py_DECREF(type);
 }
 
-static int fill_ranks(engine *self, PyObject *controls, PyObject *pidfds) {
+static int fill_ranks(engine *self, PyObject *controls, PyObject *pidfds, PyObject *pids) {
     for (int rank = 0; rank < self->group.size; rank++) {
-        long long address, descriptor;
+        long long address, descriptor, pid;
         if (gz_integer(PyList_GET_ITEM(controls, rank), &address) < 0 ||
-            gz_integer(PyList_GET_ITEM(pidfds, rank), &descriptor) < 0)
+            gz_integer(PyList_GET_ITEM(pidfds, rank), &descriptor) < 0 || gz_integer(PyList_GET_ITEM(pids, rank), &pid) < 0)
             return -1;
+        self->group.pids[rank] = (pid_t)pid;
         if (address == 0 || address % 64) return gz_invalid("control pages must lie at multiples of 64");
         self->group.controls[rank] = (unsigned char *)(uintptr_t)address;
         self->group.ends[rank].fd = descriptor < 0 ? -1 : (int)descriptor;
@@ -194,13 +197,14 @@ static int fill_ranks(engine *self, PyObject *controls, PyObject *pidfds) {
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     int rank, size;
-    PyObject *controls, *pidfds;
-    static char *names[] = {"rank", "size", "controls", "pidfds", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iiO!O!:Engine", names, &rank, &size, &PyList_Type, &controls,
-                                     &PyList_Type, &pidfds))
+    PyObject *controls, *pidfds, *pids;
+    static char *names[] = {"rank", "size", "controls", "pidfds", "pids", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iiO!O!O!:Engine", names, &rank, &size, &PyList_Type, &controls,
+                                     &PyList_Type, &pidfds, &PyList_Type, &pids))
         return NULL;
-    if (size < 1 || rank < 0 || rank >= size || PyList_GET_SIZE(controls) != size || PyList_GET_SIZE(pidfds) != size) {
-        gz_invalid("rank must lie in [0, size), and there must be a control page and a descriptor for each rank");
+    if (size < 1 || rank < 0 || rank >= size || PyList_GET_SIZE(controls) != size || PyList_GET_SIZE(pidfds) != size ||
+        PyList_GET_SIZE(pids) != size) {
+        gz_invalid("rank must lie in [0, size), and there must be a control page, a descriptor and a pid for each rank");
         return NULL;
     }
     engine *self = (engine *)type->tp_alloc(type, 0);
@@ -209,8 +213,9 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     self->group.controls = calloc((size_t)size, sizeof *self->group.controls);
     self->group.ends = calloc((size_t)size, sizeof *self->group.ends);
     self->group.culprits = calloc((size_t)size, sizeof *self->group.culprits);
-    if (!self->group.controls || !self->group.ends || !self->group.culprits) PyErr_NoMemory();
-    else if (fill_ranks(self, controls, pidfds) == 0) gz_prepare(&self->group);
+    self->group.pids = calloc((size_t)size, sizeof *self->group.pids);
+    if (!self->group.controls || !self->group.ends || !self->group.culprits || !self->group.pids) PyErr_NoMemory();
+    else if (fill_ranks(self, controls, pidfds, pids) == 0) gz_prepare(&self->group);
     if (!PyErr_Occurred()) return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
@@ -256,6 +261,21 @@ static PyObject *plain_copy(PyObject *module, PyObject *const *args, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
+/* read_process(pid, dst, src, num_bytes) -> whether it could be read */
+static PyObject *plain_read(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
+    (void)module;
+    long long given[4];
+    int failed;
+    if (num_args != 4) return PyErr_Format(PyExc_TypeError, "read_process takes 4 arguments by position (%zd given)", num_args);
+    for (int i = 0; i < 4; i++)
+        if (gz_integer(args[i], &given[i]) < 0) return NULL;
+    if (given[3] < 0) return gz_invalid("num_bytes must not be negative"), NULL;
+    Py_BEGIN_ALLOW_THREADS
+    failed = gz_read_process((pid_t)given[0], (void *)(uintptr_t)given[1], (uint64_t)given[2], (size_t)given[3]);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(!failed);
+}
+
 /* A stream with everything in one chunk, at stage 0: reuses what reads and checks a program. */
 static PyObject *plain_run(PyObject *module, PyObject *tuple) {
     (void)module;
@@ -263,7 +283,7 @@ static PyObject *plain_run(PyObject *module, PyObject *tuple) {
     const int read = gz_program_read(&program, tuple);
     if (read == 0) {
         Py_BEGIN_ALLOW_THREADS
-        for (long long round = 0; round < program.num_rounds; round++) gz_program_work(&program, round);
+        for (long long round = 0; round < program.num_rounds; round++) gz_program_work(&program, round, NULL, 0);
         Py_END_ALLOW_THREADS
     }
     gz_program_free(&program);
@@ -273,6 +293,7 @@ static PyObject *plain_run(PyObject *module, PyObject *tuple) {
 
 static PyMethodDef module_methods[] = {
     {"copy", (PyCFunction)(void (*)(void))plain_copy, METH_FASTCALL, NULL},
+    {"read_process", (PyCFunction)(void (*)(void))plain_read, METH_FASTCALL, NULL},
     {"work", plain_run, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -45,6 +45,7 @@ typedef struct {
 typedef struct {
     _Alignas(64) uint64_t written;
     int64_t number; /* of the payload that is written now; stored before its first bytes */
+    uint64_t retracted; /* how many sends the writer has given up. See [Note: reading payloads] in service.py */
     _Alignas(64) uint64_t read;
     _Alignas(64) uint32_t blocked;
 } ring;
@@ -57,7 +58,8 @@ typedef struct {
     int is_here, is_push;
 } payload;
 
-#define PULLED 128 /* the kind of the message that tells the end of a payload: the same number as in transfers.py */
+enum { OFFER = 0, DONE = 3, APART = 6 }; /* kinds of messages: the same numbers as in messages.py */
+#define PULLED 128 /* the kind of the message that tells the end of a payload: the same number as in messages.py */
 
 typedef struct {
     PyObject_HEAD
@@ -66,6 +68,7 @@ typedef struct {
     size_t ring_bytes[2];  /* of messages, of payloads */
     unsigned char **areas; /* by rank: where it writes */
     int *sockets;          /* by rank */
+    pid_t *pids;           /* by rank */
     payload *payloads;     /* by rank, twice: pulled from there, pushed to it */
 } mail;
 
@@ -265,6 +268,123 @@ static PyObject *mail_spin(PyObject *object, PyObject *argument) {
     return PyBool_FromLong(found);
 }
 
+/* ---- one message ---- */
+
+/* Where the rank's next message begins, with its header; NULL: it has none, or the end of a payload is to be told first. */
+static ring *next_of(const mail *self, int peer, header *head) {
+    ring *from = ring_of(self, MESSAGES, peer, self->rank);
+    if (has_pulled(self, peer) || __atomic_load_n(&from->written, __ATOMIC_ACQUIRE) == from->read) return NULL;
+    copy_out(from, room_of(self, MESSAGES), from->read, head, sizeof *head);
+    return from;
+}
+
+static void drop(mail *self, int peer, ring *from, const header *head) {
+    __atomic_store_n(&from->read, from->read + head->num_bytes, __ATOMIC_RELEASE);
+    wake_if(self, peer, &from->blocked);
+}
+
+/* Copy from a peer's memory. Whether all that was copied is what the send had. */
+static int fetch(const mail *self, int peer, void *to, uint64_t num_bytes, uint64_t source, uint64_t retracted) {
+    const ring *of_peer = ring_of(self, PAYLOADS, peer, self->rank);
+    if (gz_read_process(self->pids[peer], to, source, num_bytes) < 0) return 0;
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return __atomic_load_n(&of_peer->retracted, __ATOMIC_ACQUIRE) == retracted;
+}
+
+static PyObject *mail_confirm(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    mail *self = (mail *)object;
+    long long given[3]; /* peer, kind, number */
+    if (num_args != 4) return PyErr_Format(PyExc_TypeError, "confirm takes 4 arguments by position (%zd given)", num_args);
+    const double limit_s = PyFloat_AsDouble(args[3]);
+    if (integers(args, 3, given) < 0 || (limit_s == -1.0 && PyErr_Occurred())) return NULL;
+    if (given[0] < 0 || given[0] >= self->size || given[0] == self->rank) return gz_invalid("no such rank"), NULL;
+    const int peer = (int)given[0];
+    header head;
+    Py_BEGIN_ALLOW_THREADS
+    look(self, (int64_t)(limit_s * 1e9));
+    Py_END_ALLOW_THREADS
+    ring *from = next_of(self, peer, &head);
+    if (from == NULL || head.kind != given[1] || head.numbers[0] != given[2]) Py_RETURN_FALSE;
+    drop(self, peer, from, &head);
+    Py_RETURN_TRUE;
+}
+
+/* receive(peer, tag, dtype, num_elements, address, num_bytes, limit_s); without the GIL: whether it was received. */
+static int receive(mail *self, const long long *given, int64_t limit_ns) {
+    const int peer = (int)given[0];
+    void *to = (void *)(uintptr_t)given[4];
+    const uint64_t num_bytes = (uint64_t)given[5], room = room_of(self, MESSAGES);
+    ring *back = ring_of(self, MESSAGES, self->rank, peer);
+    header head, answer = {.num_bytes = sizeof answer, .kind = DONE};
+    if (!look(self, limit_ns)) return 0;
+    ring *from = next_of(self, peer, &head);
+    if (from == NULL || (head.kind != OFFER && head.kind != APART) || head.numbers[1] != given[1] || head.dtype != given[2] ||
+        head.numbers[2] != given[3] || back->written + sizeof answer - __atomic_load_n(&back->read, __ATOMIC_ACQUIRE) > room)
+        return 0;
+    if (head.kind == APART) {
+        uint64_t place[2]; /* the address, and the number of sends given up */
+        copy_out(from, room, from->read + sizeof head, place, sizeof place);
+        if (!fetch(self, peer, to, num_bytes, place[0], place[1])) return 0;
+    } else {
+        if (head.payload_bytes != num_bytes) return 0;
+        copy_out(from, room, from->read + sizeof head, to, num_bytes);
+    }
+    drop(self, peer, from, &head);
+    answer.numbers[0] = head.numbers[0];
+    copy_in(back, room, back->written, &answer, sizeof answer);
+    __atomic_store_n(&back->written, back->written + answer.num_bytes, __ATOMIC_RELEASE);
+    wake_if(self, peer, asleep_of(self, peer));
+    return 1;
+}
+
+static PyObject *mail_receive(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    mail *self = (mail *)object;
+    long long given[6];
+    int received;
+    if (num_args != 7) return PyErr_Format(PyExc_TypeError, "receive takes 7 arguments by position (%zd given)", num_args);
+    const double limit_s = PyFloat_AsDouble(args[6]);
+    if (integers(args, 6, given) < 0 || (limit_s == -1.0 && PyErr_Occurred())) return NULL;
+    if (given[0] < 0 || given[0] >= self->size || given[0] == self->rank || given[5] < 0) return gz_invalid("no such rank"), NULL;
+    Py_BEGIN_ALLOW_THREADS
+    received = receive(self, given, (int64_t)(limit_s * 1e9));
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(received);
+}
+
+static PyObject *mail_fetch(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    mail *self = (mail *)object;
+    long long given[5]; /* peer, address, num_bytes, source, retracted */
+    int fetched;
+    if (num_args != 5) return PyErr_Format(PyExc_TypeError, "fetch takes 5 arguments by position (%zd given)", num_args);
+    if (integers(args, 5, given) < 0) return NULL;
+    if (given[0] < 0 || given[0] >= self->size || given[0] == self->rank || given[2] < 0) return gz_invalid("no such rank"), NULL;
+    Py_BEGIN_ALLOW_THREADS
+    fetched = fetch(self, (int)given[0], (void *)(uintptr_t)given[1], (uint64_t)given[2], (uint64_t)given[3], (uint64_t)given[4]);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(fetched);
+}
+
+/* The count of this rank's retracted sends to a peer; NULL with an exception set: there is no such rank. */
+static uint64_t *retracted_of(const mail *self, PyObject *argument) {
+    const long peer = PyLong_AsLong(argument);
+    if (peer == -1 && PyErr_Occurred()) return NULL;
+    if (peer < 0 || peer >= self->size || peer == self->rank) return gz_invalid("no such rank"), NULL;
+    return &ring_of(self, PAYLOADS, self->rank, (int)peer)->retracted;
+}
+
+static PyObject *mail_retracted(PyObject *self, PyObject *peer) {
+    const uint64_t *count = retracted_of((mail *)self, peer);
+    return count ? PyLong_FromUnsignedLongLong(*count) : NULL;
+}
+
+static PyObject *mail_retract(PyObject *self, PyObject *peer) {
+    uint64_t *count = retracted_of((mail *)self, peer);
+    if (count == NULL) return NULL;
+    __atomic_store_n(count, *count + 1, __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* before whatever is written where the payload was */
+    Py_RETURN_NONE;
+}
+
 /* push(peer, number, address, num_bytes) -> position; pull(peer, number, address, num_bytes, position) -> position */
 static PyObject *begin_payload(mail *self, PyObject *const *args, Py_ssize_t num_args, int is_push) {
     long long given[5];
@@ -322,6 +442,7 @@ static void mail_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     free(self->areas);
     free(self->sockets);
+    free(self->pids);
     free(self->payloads);
     type->tp_free(object);
     Py_DECREF(type);
@@ -330,13 +451,13 @@ static void mail_dealloc(PyObject *object) {
 static PyObject *mail_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     int rank;
     Py_ssize_t ring_bytes[2];
-    PyObject *areas, *sockets;
-    static char *names[] = {"rank", "areas", "sockets", "message_bytes", "payload_bytes", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iO!O!nn:Mail", names, &rank, &PyList_Type, &areas, &PyList_Type,
-                                     &sockets, &ring_bytes[0], &ring_bytes[1]))
+    PyObject *areas, *sockets, *pids;
+    static char *names[] = {"rank", "areas", "sockets", "message_bytes", "payload_bytes", "pids", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iO!O!nnO!:Mail", names, &rank, &PyList_Type, &areas, &PyList_Type,
+                                     &sockets, &ring_bytes[0], &ring_bytes[1], &PyList_Type, &pids))
         return NULL;
     const Py_ssize_t size = PyList_GET_SIZE(areas);
-    int is_right = rank >= 0 && rank < size && PyList_GET_SIZE(sockets) == size;
+    int is_right = rank >= 0 && rank < size && PyList_GET_SIZE(sockets) == size && PyList_GET_SIZE(pids) == size;
     for (int kind = 0; kind < 2; kind++) is_right = is_right && ring_bytes[kind] % 64 == 0 && ring_bytes[kind] >= 1024;
     if (!is_right) {
         gz_invalid("rank must lie in [0, size), rings must have a multiple of 64 bytes, at least 1024");
@@ -349,12 +470,15 @@ static PyObject *mail_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     for (int kind = 0; kind < 2; kind++) self->ring_bytes[kind] = (size_t)ring_bytes[kind];
     self->areas = calloc((size_t)size, sizeof *self->areas);
     self->sockets = calloc((size_t)size, sizeof *self->sockets);
+    self->pids = calloc((size_t)size, sizeof *self->pids);
     self->payloads = calloc(2 * (size_t)size, sizeof *self->payloads);
-    if (!self->areas || !self->sockets || !self->payloads) PyErr_NoMemory();
+    if (!self->areas || !self->sockets || !self->pids || !self->payloads) PyErr_NoMemory();
     for (Py_ssize_t peer = 0; peer < size && !PyErr_Occurred(); peer++) {
-        long long address = 0, descriptor = 0;
+        long long address = 0, descriptor = 0, pid = 0;
         gz_integer(PyList_GET_ITEM(areas, peer), &address);
         if (!PyErr_Occurred()) gz_integer(PyList_GET_ITEM(sockets, peer), &descriptor);
+        if (!PyErr_Occurred()) gz_integer(PyList_GET_ITEM(pids, peer), &pid);
+        self->pids[peer] = (pid_t)pid;
         self->areas[peer] = (unsigned char *)(uintptr_t)address;
         self->sockets[peer] = (int)descriptor;
     }
@@ -368,6 +492,11 @@ static PyMethodDef mail_methods[] = {
     {"take", mail_take, METH_O, NULL},
     {"push", (PyCFunction)(void (*)(void))mail_push, METH_FASTCALL, NULL},
     {"pull", (PyCFunction)(void (*)(void))mail_pull, METH_FASTCALL, NULL},
+    {"confirm", (PyCFunction)(void (*)(void))mail_confirm, METH_FASTCALL, NULL},
+    {"receive", (PyCFunction)(void (*)(void))mail_receive, METH_FASTCALL, NULL},
+    {"fetch", (PyCFunction)(void (*)(void))mail_fetch, METH_FASTCALL, NULL},
+    {"retracted", mail_retracted, METH_O, NULL},
+    {"retract", mail_retract, METH_O, NULL},
     {"stop", (PyCFunction)(void (*)(void))mail_stop, METH_FASTCALL, NULL},
     {"spin", mail_spin, METH_O, NULL},
     {"arm", mail_arm, METH_NOARGS, NULL},

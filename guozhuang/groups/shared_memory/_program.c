@@ -1,13 +1,16 @@
 /* Reading programs, and doing the work of their rounds. Types and meanings: program.py. */
+#define _GNU_SOURCE
 #include "_program.h"
 
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/uio.h>
 
 #include "_reduce.h"
 
-enum { COPY, REDUCE }; /* Kind */
+enum { COPY, REDUCE, READ }; /* Kind */
+#define LONGEST_READ_BYTES (1u << 30) /* of one system call */
 #define RING_SLOTS 3
 
 int gz_invalid(const char *why) {
@@ -61,7 +64,7 @@ static int read_stream(gz_program *program, PyObject *tuple) {
         return -1;
     s->scale = PyFloat_AsDouble(PyTuple_GET_ITEM(tuple, 8));
     if (s->scale == -1.0 && PyErr_Occurred()) return -1;
-    if (kind != COPY && kind != REDUCE) return gz_invalid("no such kind of stream");
+    if (kind != COPY && kind != REDUCE && kind != READ) return gz_invalid("no such kind of stream");
     if (s->stage < 0 || s->num_bytes < 0 || s->chunk_bytes <= 0)
         return gz_invalid("stage and num_bytes must not be negative, chunk_bytes must be positive");
     if (kind == REDUCE) {
@@ -80,8 +83,8 @@ static int read_stream(gz_program *program, PyObject *tuple) {
     s->num_dsts = program->num_places - s->first_place;
     if (read_places(program, PyTuple_GET_ITEM(tuple, 5), s) < 0) return -1;
     s->num_srcs = program->num_places - s->first_place - s->num_dsts;
-    if (s->num_dsts == 0 || s->num_srcs == 0 || (kind == COPY && (s->num_dsts != 1 || s->num_srcs != 1)))
-        return gz_invalid("a copy has one dst and one src, a reduction at least one of each");
+    if (s->num_dsts == 0 || s->num_srcs == 0 || (kind != REDUCE && (s->num_dsts != 1 || s->num_srcs != 1)))
+        return gz_invalid("a copy or read has one dst and one src, a reduction at least one of each");
     program->num_streams++;
     return 0;
 }
@@ -109,7 +112,21 @@ int gz_program_read(gz_program *program, PyObject *tuple) {
     return program->trailing_barrier < 0 ? -1 : 0;
 }
 
-static void work_on_chunk(const gz_program *program, const gz_stream *s, long long chunk) {
+int gz_read_process(pid_t pid, void *to, uint64_t from, size_t num_bytes) {
+    while (num_bytes) {
+        const size_t wanted = num_bytes < LONGEST_READ_BYTES ? num_bytes : LONGEST_READ_BYTES;
+        const struct iovec here = {to, wanted}, there = {(void *)(uintptr_t)from, wanted};
+        const ssize_t done = process_vm_readv(pid, &here, 1, &there, 1, 0);
+        if (done <= 0) return -1;
+        to = (char *)to + done;
+        from += (uint64_t)done;
+        num_bytes -= (size_t)done;
+    }
+    return 0;
+}
+
+/* Whether it could be done. */
+static int work_on_chunk(const gz_program *program, const gz_stream *s, long long chunk, const pid_t *pids, int num_ranks) {
     const long long done = chunk * s->chunk_bytes, left = s->num_bytes - done;
     const size_t num_bytes = (size_t)(left < s->chunk_bytes ? left : s->chunk_bytes);
     const gz_place *places = program->places + s->first_place;
@@ -120,17 +137,25 @@ static void work_on_chunk(const gz_program *program, const gz_stream *s, long lo
     if (s->kind == REDUCE)
         gz_reduce(at, s->num_dsts, at + s->num_dsts, s->num_srcs, num_bytes / gz_element_bytes(s->dtype), s->dtype, s->op,
                   s->scale);
+    else if (s->kind == READ)
+        return s->dtype >= 0 && s->dtype < num_ranks &&
+               gz_read_process(pids[s->dtype], at[0], (uint64_t)(uintptr_t)at[1], num_bytes) == 0;
     else if (at[0] != at[1])
         memcpy(at[0], at[1], num_bytes);
+    return 1;
 }
 
-void gz_program_work(const gz_program *program, long long round) {
+int gz_program_work(const gz_program *program, long long round, const pid_t *pids, int num_ranks) {
     const unsigned long long mode = gz_keep_denormals(); /* See [Note: denormal numbers] in _reduce.h */
-    for (size_t i = 0; i < program->num_streams; i++) {
+    int unread = -1;
+    for (size_t i = 0; i < program->num_streams && unread < 0; i++) {
         const gz_stream *s = &program->streams[i];
-        if (round >= s->stage && round - s->stage < s->num_chunks) work_on_chunk(program, s, round - s->stage);
+        if (round >= s->stage && round - s->stage < s->num_chunks &&
+            !work_on_chunk(program, s, round - s->stage, pids, num_ranks))
+            unread = s->dtype;
     }
     gz_restore(mode);
+    return unread;
 }
 
 void gz_program_free(gz_program *program) {

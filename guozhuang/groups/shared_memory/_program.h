@@ -4,6 +4,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <sys/types.h>
 
 typedef struct {
     long long base, ring_bytes;
@@ -12,7 +13,7 @@ typedef struct {
 typedef struct {
     long long stage, num_bytes, chunk_bytes, num_chunks;
     size_t first_place, num_dsts, num_srcs; /* in places: destinations, then sources */
-    int kind, dtype, op;
+    int kind, dtype, op; /* of a READ: `dtype` is the rank whose memory is read */
     double scale;
 } gz_stream;
 
@@ -33,8 +34,11 @@ int gz_integer(PyObject *object, long long *value);
 /* Read a Program; -1 with an exception set where it makes no sense. */
 int gz_program_read(gz_program *program, PyObject *tuple);
 
-/* What this rank does in a round. Needs no GIL. */
-void gz_program_work(const gz_program *program, long long round);
+/* Copy from the memory of another process. 0, or -1 if that cannot be read (any more). Needs no GIL. */
+int gz_read_process(pid_t pid, void *to, uint64_t from, size_t num_bytes);
+
+/* What this rank does in a round. Needs no GIL. -1, or a rank whose memory could not be read. `pids`: by rank. */
+int gz_program_work(const gz_program *program, long long round, const pid_t *pids, int num_ranks);
 void gz_program_free(gz_program *program);
 
 #endif

@@ -185,6 +185,16 @@ static PyObject *repeats_find(PyObject *object, PyObject *const *args, Py_ssize_
     return Py_NewRef(job ? job : Py_None);
 }
 
+/* memory_of(tensor) -> (address, number of elements, bytes), or None if it is not plain. See [Note: calls that repeat]. */
+static PyObject *repeats_memory_of(PyObject *object, PyObject *tensor) {
+    key of = {0};
+    int64_t num_bytes;
+    if (read_tensor((repeats *)object, tensor, &of, 0, &num_bytes))
+        return Py_BuildValue("KLL", (unsigned long long)of.addresses[0], (long long)of.lengths[0], (long long)num_bytes);
+    PyErr_Clear();
+    Py_RETURN_NONE;
+}
+
 static PyObject *repeats_put(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
     repeats *self = (repeats *)object;
     key wanted;
@@ -239,6 +249,7 @@ static PyObject *repeats_new(PyTypeObject *type, PyObject *args, PyObject *keywo
 static PyMethodDef repeats_methods[] = {
     {"find", (PyCFunction)(void (*)(void))repeats_find, METH_FASTCALL, NULL},
     {"put", (PyCFunction)(void (*)(void))repeats_put, METH_FASTCALL, NULL},
+    {"memory_of", repeats_memory_of, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -154,8 +154,33 @@ def exchange(window: Window, rank: int, moves: Moves) -> Program:
 
 
 def fetch(taken: Sequence[tuple[int, MemoryRange]]) -> Program:
-    """Copy directly from peers' memory: from each address to its piece. After the final barrier peers may change it."""
+    """Copy from peers' memory that this rank maps: from each address to its piece.
+
+    Peers may change their memory after the last barrier.
+    """
     streams = [_copy(piece.address, source, piece.num_bytes) for source, piece in taken if piece.num_bytes]
+    return Program(tuple(streams), 1, trailing_barrier=True)
+
+
+def read(taken: Sequence[tuple[int, int, MemoryRange]], kept: Sequence[tuple[int, MemoryRange]] = ()) -> Program:
+    """Copy from memory of the peers' own processes: ``taken`` has rank, address there and piece; ``kept`` is as in ``Moves``.
+
+    Peers may change their memory after the last barrier.
+    """
+    streams = [
+        ChunkStream(
+            StreamKind.READ,
+            0,
+            piece.num_bytes,
+            piece.num_bytes,
+            (ChunkPlace(piece.address),),
+            (ChunkPlace(source),),
+            rank,
+        )
+        for rank, source, piece in taken
+        if piece.num_bytes
+    ]
+    streams += [_copy(piece.address, source, piece.num_bytes) for source, piece in kept if piece.num_bytes]
     return Program(tuple(streams), 1, trailing_barrier=True)
 
 

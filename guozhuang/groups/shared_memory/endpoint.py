@@ -8,7 +8,7 @@ import ctypes
 import hashlib
 import struct
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final, NoReturn
 
 from torch import Tensor
@@ -35,7 +35,9 @@ MEETING: Final = Program(trailing_barrier=True)  # a program of one barrier: com
 REMEMBERED_BYTES: Final = 16 << 20
 MOST_SEEN: Final = 16384  # keys whose hashes are kept until they come again: about 1 MiB
 Terms = tuple[float, int]  # (time-out in seconds, microseconds that a wait spins before it sleeps)
-_PLACE: Final = struct.Struct("<Bqq")  # where a tensor lies: whether peers can map it, segment, offset in bytes
+# Where a tensor lies: whether peers can map it, its segment and the offset there in bytes; whether this rank can read the
+# memory of all others, and the tensor's address, which is for those that can.
+_PLACE: Final = struct.Struct("<BqqBq")
 
 
 class Endpoint:
@@ -47,10 +49,11 @@ class Endpoint:
         arena: the tensors of this rank that peers can map.
         rank: this process in the group.
         size: number of ranks.
+        reads: whether this rank can read the memory of all peers' processes.
     """
 
-    def __init__(self, engine: Engine, peers: Peers, arena: Arena, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, engine: Engine, peers: Peers, arena: Arena, rank: int, size: int, reads: bool = False) -> None:
+        self.rank, self.size, self.reads = rank, size, reads
         self._engine, self._peers, self._arena = engine, peers, arena
         mains = [segment.address for segment in peers.segments]
         self.rings = tuple(main + RING_OFFSET for main in mains)
@@ -214,18 +217,30 @@ class Endpoint:
 
     # The methods below report to the peers where a tensor lies, and exchange tables of numbers.
 
-    def place_of(self, tensor: Tensor) -> bytes:
-        """Return bytes that report to the peers where a contiguous tensor lies; b"" if they cannot map its memory."""
-        place = self._arena.locate(tensor)
+    def place_of(self, tensor: Tensor | None, is_read: bool = False) -> bytes:
+        """Return bytes that report to the peers where a contiguous tensor lies; None: nowhere.
+
+        With ``is_read`` also its address, for peers that read it from there, and whether this rank can read theirs.
+        """
+        place = None if tensor is None else self._arena.locate(tensor)
+        read = (self.reads, 0 if tensor is None else tensor.data_ptr()) if is_read else (False, 0)
         if place is None:
-            return b""
+            return _PLACE.pack(0, 0, 0, *read)
         self._arena.announce(place[0])
-        return _PLACE.pack(1, *place)
+        return _PLACE.pack(1, *place, *read)
 
     def address_of(self, rank: int, told: bytes) -> int | None:
         """Return the address in this process of the tensor that a rank reported; None if the peers cannot map it."""
-        seen, segment, offset = _PLACE.unpack_from(told)
+        seen, segment, offset, _, _ = _PLACE.unpack_from(told)
         return self._arena.address_at(rank, segment, offset) if seen else None
+
+    def addresses_to_read(self, places: Sequence[bytes]) -> list[int] | None:
+        """Return by rank the address of its tensor in its own process; 0: it reported none.
+
+        None: some rank cannot read the memory of the others, so all must do without.
+        """
+        told = [_PLACE.unpack_from(place) for place in places]
+        return [address for *_, address in told] if all(reads for _, _, _, reads, _ in told) else None
 
     def write_table(self, numbers: list[int]) -> None:
         """Write numbers to this rank's one-shot area, for all ranks to read once the next operation has begun."""
@@ -296,6 +311,9 @@ class Endpoint:
     def _why(self, status: Status, ranks: tuple[int, ...], what: str, limit_s: float) -> str:
         names = ", ".join(f"rank {rank} (pid {self._peers.pids[rank]})" for rank in ranks)
         waiting = f"while this rank waited for it in {what}"
+        if status == Status.UNREAD:
+            fix = "see why its process ended, or may no longer be read (ptrace)"
+            return explain(f"the memory of {names} cannot be read any more, {waiting}", rank=self.rank, fix=fix)
         if status == Status.LOST:
             return explain(
                 f"{names} is gone, {waiting}",

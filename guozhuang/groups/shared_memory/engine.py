@@ -145,6 +145,32 @@ class Mail(Protocol):
     def pull(self, peer: int, number: int, address: int, num_bytes: int, position: int, /) -> int:
         """Begin to receive a large payload."""
 
+    def confirm(self, peer: int, kind: int, number: int, limit_s: float, /) -> bool:
+        """Look for a message for at most so many seconds; remove it and return True if it is this one of this peer."""
+
+    def receive(
+        self,
+        peer: int,
+        tag: int,
+        dtype: int,
+        num_elements: int,
+        address: int,
+        num_bytes: int,
+        limit_s: float,
+        /,
+    ) -> bool:
+        """Look for a message for at most so many seconds. If it is a peer's offer that fits, and its payload is here or can be
+        read, copy that to ``address``, remove the message, answer that it is done, and return True."""
+
+    def fetch(self, peer: int, address: int, num_bytes: int, source: int, retracted: int, /) -> bool:
+        """Copy a payload from a peer's memory; return False if that cannot be read, or the peer has given up sends since."""
+
+    def retracted(self, peer: int, /) -> int:
+        """Return how many sends to a peer this rank has given up."""
+
+    def retract(self, peer: int, /) -> None:
+        """Count a send to a peer as given up. See [Note: reading payloads] in service.py."""
+
     def stop(self, peer: int, is_push: int, number: int, /) -> None:
         """End a push (1) or pull (0) of this number, if it is under way; what it has left in between is skipped later."""
 
@@ -167,6 +193,9 @@ class Repeats(Protocol):
     def find(self, kind: int, turn: int, args: tuple[Any, ...], /) -> Callable[[], bool] | None:
         """Return the job that is stored for a call like this one; None: there is none."""
 
+    def memory_of(self, tensor: torch.Tensor, /) -> tuple[int, int, int] | None:
+        """Return the address, the number of elements and the bytes of a plain tensor with memory; None of any other one."""
+
     def put(self, kind: int, turn: int, args: tuple[Any, ...], job: Callable[[], bool], /) -> bool:
         """Store a job if a call like this one has come before, and if it may be repeated; return whether it was stored."""
 
@@ -176,7 +205,12 @@ def native_built() -> bool:
     return _engine is not None and _sparse is not None
 
 
-def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[int]) -> Engine:
+def read_process(pid: int, target: int, source: int, num_bytes: int) -> bool:
+    """Copy from an address in a process's memory to one in this process's; return whether that could be read."""
+    return _engine.read_process(pid, target, source, num_bytes)
+
+
+def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[int], pids: Sequence[int]) -> Engine:
     """Make the engine of this rank; the control pages must be new.
 
     Args:
@@ -185,6 +219,7 @@ def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[
         controls: address of each rank's control page.
         pidfds: per rank a descriptor that reports the end of its process: a pidfd (becomes readable) or a connected socket
             (hang-up; messages are ignored); -1 for this rank, and where none exists.
+        pids: the process of each rank, whose memory READ streams read.
 
     Raises:
         ValueError: the arguments are inconsistent.
@@ -193,7 +228,7 @@ def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[
     if not native_built():
         fix = "install a C compiler and reinstall guozhuang, or use the gloo backend"
         raise WorldError(explain("the C part of the shared-memory group was not built", rank=rank, fix=fix))
-    return _engine.Engine(rank, size, list(controls), list(pidfds))
+    return _engine.Engine(rank, size, list(controls), list(pidfds), list(pids))
 
 
 def make_repeats(rank: int, size: int) -> Repeats:
@@ -208,13 +243,14 @@ def mail_ring_bytes(size: int) -> tuple[int, int]:
     return min(_MESSAGES_BYTES, (share - payloads) // 64 * 64), payloads
 
 
-def make_mail(rank: int, mains: Sequence[int], sockets: Sequence[int]) -> Mail:
+def make_mail(rank: int, mains: Sequence[int], sockets: Sequence[int], pids: Sequence[int]) -> Mail:
     """Make the mail of this rank.
 
     Args:
         rank: this process in the group.
         mains: address of each rank's main segment.
         sockets: per rank the descriptor of a connected socket, through which one byte is sent to a rank that sleeps.
+        pids: the process of each rank, whose memory ``fetch`` and ``receive`` read.
     """
     areas = [main + MAIL_OFFSET for main in mains]
-    return _engine.Mail(rank, areas, list(sockets), *mail_ring_bytes(len(areas)))
+    return _engine.Mail(rank, areas, list(sockets), *mail_ring_bytes(len(areas)), list(pids))

@@ -103,10 +103,12 @@ class Operations:
             self._small(what, terms, moves)
             return
         link = self.link
-        places = link.meet(what, terms, link.place_of(tensor) if is_root else b"")
+        places = link.meet(what, terms, link.place_of(tensor if is_root else None, is_read=True))
         there = None if is_root else link.address_of(root, places[root])
         if places[root][0]:
             link.go_on(collectives.fetch([(there, piece)] if there is not None else []))
+        elif (read := link.addresses_to_read(places)) is not None:
+            link.go_on(collectives.read([] if is_root else [(root, read[root], piece)]))
         else:
             self._staged(moves)
 
@@ -123,8 +125,11 @@ class Operations:
             self._small(what, terms, moves)
             return
         link = self.link
-        places = link.meet(what, terms, link.place_of(tensor))
+        places = link.meet(what, terms, link.place_of(tensor, is_read=True))
         seen = self._seen(places)
+        if seen is None and (read := link.addresses_to_read(places)) is not None and all(read):
+            link.go_on(collectives.read([(rank, read[rank], piece) for rank, _, piece in taken], moves.kept))
+            return
         if seen is None:
             self._staged(moves)
             return
@@ -160,7 +165,7 @@ class Operations:
         if window is not None:
             link.begin(what, collectives.reduce_scatter(window, *arguments), terms)
             return
-        places = link.meet(what, terms, link.place_of(whole) if is_whole else b"")
+        places = link.meet(what, terms, link.place_of(whole if is_whole else None))
         seen = self._seen(places)
         if seen is None:
             link.go_on(collectives.reduce_scatter(self._ring(self._size, longest), *arguments))
@@ -176,9 +181,9 @@ class Operations:
         """Copy input r of every rank to rank r; all sizes may differ, as long as both ends of a pair agree."""
         link, size = self.link, self._size
         what = describe("all_to_all", [], dtype)
-        link.write_table([piece.num_bytes for piece in (*inputs, *outputs)])
-        link.meet(what, terms)
-        tables = link.read_tables(2 * size)
+        link.write_table([piece.num_bytes for piece in (*inputs, *outputs)] + [piece.address for piece in inputs])
+        places = link.meet(what, terms, link.place_of(None, is_read=True))
+        tables = link.read_tables(3 * size)
         pairs = [(giver, taker) for giver in range(size) for taker in range(size)]
         wrong = [pair for pair in pairs if tables[pair[0]][pair[1]] != tables[pair[1]][size + pair[0]]]
         if wrong:
@@ -189,9 +194,14 @@ class Operations:
             link.give_up(error)
             raise error
         longest = max(max(table[:size]) for table in tables)
+        kept = [(inputs[self._rank].address, outputs[self._rank])]
+        if longest > ONE_SHOT_BYTES and link.addresses_to_read(places) is not None:
+            here = self._rank
+            read = [(r, tables[r][2 * size + here], piece) for r, piece in enumerate(outputs) if r != here]
+            link.go_on(collectives.read(read, kept))
+            return
         sent = [(rank, piece) for rank, piece in enumerate(inputs) if rank != self._rank]
         taken = [(rank, self._rank, piece) for rank, piece in enumerate(outputs) if rank != self._rank]
-        kept = [(inputs[self._rank].address, outputs[self._rank])]
         self._staged(Moves(size, sent, taken, kept, longest))
 
     def gather(

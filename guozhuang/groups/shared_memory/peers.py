@@ -8,12 +8,19 @@ such workers is noticed only when they end; PyTorch's workers check every few se
 [Note: when a peer's memory is unmapped] A peer frees a segment when its own part of the last operation on it is done. This
 rank may still run that operation, with C code reading the segment on another thread. So a note about a freed segment, which
 any thread may receive at any time, only marks the segment; it is unmapped when this rank begins its next operation.
+
+[Note: reading another process] The kernel lets a user's processes read each other's memory (``process_vm_readv``), unless a
+container or a security module forbids the system calls of debuggers. A large tensor is copied once then, not into shared memory
+and out of it. Whether it works is tried: each rank puts a mark into its memory and tells the others where it lies, and each
+reads the marks of all others.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import secrets
 import select
 import socket
 import stat
@@ -26,6 +33,7 @@ from typing import Final, NoReturn
 
 from guozhuang.errors import PeerLost, WorldError, explain
 
+from .engine import read_process
 from .segments import Segment
 
 # The errors of a socket whose other end is closed. All other errors (memory, descriptors) say nothing about the peer.
@@ -35,6 +43,8 @@ _SEGMENT, _FREED = b"S", b"F"
 _FREED_PER_NOTE: Final = 64
 _NUMBERS: Final = struct.Struct(f"<{_FREED_PER_NOTE}q")
 _NOTE_BYTES: Final = _NOTE.size + _NUMBERS.size
+_MARK_BYTES: Final = 16
+_marks: dict[int, ctypes.Array[ctypes.c_char]] = {}  # by pid: a forked process has a mark of its own
 _SLICE_S: Final = 0.05  # one wait for a socket; short, as another thread may receive the awaited message
 
 
@@ -265,3 +275,35 @@ class Peers:
 def ended_events(fd: int) -> int:
     """Return the poll event by which a descriptor in ``pidfds`` shows the process's end: POLLHUP of a socket, else POLLIN."""
     return select.POLLHUP if stat.S_ISSOCK(os.fstat(fd).st_mode) else select.POLLIN
+
+
+def own_mark() -> tuple[int, str]:
+    """Return the address of this process's mark, which stays there, and its bytes in hexadecimal digits."""
+    mark = _marks.get(os.getpid())
+    if mark is None:
+        mark = _marks[os.getpid()] = ctypes.create_string_buffer(secrets.token_bytes(_MARK_BYTES), _MARK_BYTES)
+    return ctypes.addressof(mark), mark.raw.hex()
+
+
+def can_read(pids: Sequence[int], marks: Sequence[tuple[int, str]]) -> bool:
+    """Return whether this process can read the memory of all these processes, whose marks are these.
+
+    See [Note: reading another process].
+    """
+    into = ctypes.create_string_buffer(_MARK_BYTES)
+    return all(
+        read_process(pid, ctypes.addressof(into), address, _MARK_BYTES) and into.raw.hex() == digits
+        for pid, (address, digits) in zip(pids, marks, strict=True)
+    )
+
+
+def is_closed(channel: socket.socket) -> bool:
+    """Read what came through a socket whose messages only wake; return whether the other end closed it."""
+    try:
+        while channel.recv(1):
+            continue
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True

@@ -32,6 +32,7 @@ from .calls import CollectiveCalls
 from .endpoint import Endpoint
 from .engine import MAIN_BYTES, make_engine
 from .operations import Operations
+from .peers import can_read, own_mark
 from .point_to_point import PointToPoint
 from .rendezvous import Card, Listener, Peers, connect, meet
 from .segments import Segment, SharedSegments
@@ -105,13 +106,15 @@ class SharedMemoryGroup(CollectiveCalls, OwnBackend):
     def send(self, tensors: list[Tensor] | Tensor, dst: int, tag: int = 0) -> dist.Work:
         """Start sending a tensor to one rank, which must receive it with the same tag."""
         tensor = arguments.one(tensors, "send", self._rank)
-        if not tensor.is_cpu:
-            return self._others.group_on(tensor.device).send([tensor], dst, tag)
-        arguments.check([tensor], "send", self._rank)
+        memory = self._repeats.memory_of(tensor)
+        if memory is None:
+            if not tensor.is_cpu:
+                return self._others.group_on(tensor.device).send([tensor], dst, tag)
+            arguments.check([tensor], "send", self._rank)
         transfers = self._transfers("send")
         if profiler._is_profiler_enabled:
             return recorded("shm:send", [tensor], lambda: transfers.send(tensor, dst, tag, self._timeout_s))
-        return transfers.send(tensor, dst, tag, self._timeout_s)
+        return transfers.send(tensor, dst, tag, self._timeout_s, memory)
 
     def recv(self, tensors: list[Tensor] | Tensor, src: int, tag: int = 0) -> dist.Work:
         """Start receiving a tensor from one rank."""
@@ -123,16 +126,18 @@ class SharedMemoryGroup(CollectiveCalls, OwnBackend):
 
     def _receive(self, tensors: list[Tensor] | Tensor, src: int | None, tag: int) -> dist.Work:
         tensor = arguments.one(tensors, "recv", self._rank)
-        if not tensor.is_cpu:
-            other = self._others.group_on(tensor.device)
-            return other.recv_anysource([tensor], tag) if src is None else other.recv([tensor], src, tag)
-        arguments.check([tensor], "recv", self._rank)
-        check_written(tensor, "recv", self._rank)
+        memory = self._repeats.memory_of(tensor)
+        if memory is None:
+            if not tensor.is_cpu:
+                other = self._others.group_on(tensor.device)
+                return other.recv_anysource([tensor], tag) if src is None else other.recv([tensor], src, tag)
+            arguments.check([tensor], "recv", self._rank)
+            check_written(tensor, "recv", self._rank)
         transfers = self._transfers("recv")
         if profiler._is_profiler_enabled:
             title = "shm:recv" if src is not None else "shm:recvAnySource"
             return recorded(title, [tensor], lambda: transfers.recv(tensor, src, tag, self._timeout_s))
-        return transfers.recv(tensor, src, tag, self._timeout_s)
+        return transfers.recv(tensor, src, tag, self._timeout_s, memory)
 
     def _transfers(self, what: str) -> PointToPoint:
         """Return the object for sends and receives; raise the error that broke the group, if there is one."""
@@ -232,7 +237,7 @@ class GroupResources:
         self._process = os.getpid()
         main = Segment.create(MAIN_BYTES, f"guozhuang-{rank}")
         try:
-            invited = invited or meet(store, rank, size, timeout_s, own_cores(num_neighbours), processes)
+            invited = invited or meet(store, rank, size, timeout_s, own_note(num_neighbours), processes)
         except BaseException:
             main.close()
             raise
@@ -244,9 +249,10 @@ class GroupResources:
             cores = {core for each in told for core in each["cores"]}
             self.crowded = max(size, *(each["neighbours"] for each in told)) > len(cores)
             controls = [segment.address for segment in self._peers.segments]
-            engine = make_engine(rank, size, controls, self._peers.pidfds)
+            engine = make_engine(rank, size, controls, self._peers.pidfds, self._peers.pids)
             self.arena = Arena(self._peers)
-            self.link = Endpoint(engine, self._peers, self.arena, rank, size)
+            reads = can_read(self._peers.pids, [each["mark"] for each in told])
+            self.link = Endpoint(engine, self._peers, self.arena, rank, size, reads)
             self.operations = Operations(self.link, self.crowded)
         except BaseException:
             self._peers.close()
@@ -265,7 +271,7 @@ class GroupResources:
                 raise _gone(self._rank)
             if self._point_to_point is None:
                 self._point_to_point = PointToPoint(
-                    self._peers, self._timeout_s, lambda: self.link.failure, self.crowded
+                    self._peers, self._timeout_s, lambda: self.link.failure, self.crowded, self.link.reads
                 )
             return self._point_to_point
 
@@ -297,9 +303,10 @@ class GroupResources:
             self._peers.close()
 
 
-def own_cores(num_neighbours: int = 0) -> str:
-    """Return what a rank tells the others: the cores that it may run on, and the number of the job's ranks on its node."""
-    return json.dumps({"cores": sorted(os.sched_getaffinity(0)), "neighbours": num_neighbours})
+def own_note(num_neighbours: int = 0) -> str:
+    """Return what a rank tells the others: its cores, its mark, and the number of the job's ranks on its node."""
+    cores = sorted(os.sched_getaffinity(0))
+    return json.dumps({"cores": cores, "neighbours": num_neighbours, "mark": own_mark()})
 
 
 def _gone(rank: int) -> WorldError:

@@ -18,6 +18,7 @@ class StreamKind(enum.IntEnum):
 
     COPY = 0  # copies one source to one destination
     REDUCE = 1  # combines all sources, in the given order, and writes the result to every destination
+    READ = 2  # copies one source, which lies in the memory of another rank's process, to one destination
 
 
 class Op(enum.IntEnum):
@@ -66,7 +67,7 @@ ELEMENT_BYTES: Final = tuple(t.itemsize for t in TORCH_DTYPES)  # size of each D
 
 
 class Status(enum.IntEnum):
-    """The result of running a program; ``Outcome`` adds the ranks that did not arrive, or whose descriptors differ."""
+    """The result of running a program; ``Outcome`` adds the ranks behind it."""
 
     OK = 0
     LOST = 1  # a rank's process is gone
@@ -74,6 +75,7 @@ class Status(enum.IntEnum):
     BROKEN = 3  # a collective failed on a rank
     LATE = 4  # ranks did not arrive within the time-out
     DIFFER = 5  # ranks passed different descriptors, so made different calls
+    UNREAD = 6  # the memory of a rank's process cannot be read (any more)
 
 
 Outcome = tuple[int, tuple[int, ...]]  # (Status as int, ranks in ascending order)
@@ -95,15 +97,15 @@ class ChunkStream(NamedTuple):
     """One sequence of work over ``num_bytes``, cut into chunks: in round i it processes chunk ``i - stage``, if that exists.
 
     Attributes:
-        kind: COPY (one source, one destination) or REDUCE.
+        kind: a ``StreamKind``; COPY and READ have one source and one destination.
         stage: the round of chunk 0; >= 0.
         num_bytes: the size of one place, all its chunks together; may be 0. A multiple of the element size for REDUCE.
         chunk_bytes: > 0; the last chunk may be shorter. A multiple of the element size for REDUCE.
         dsts: where the result is written. A destination may be one of the sources; otherwise places must not overlap.
         srcs: the inputs, combined in this order.
-        dtype: a ``DType``; ignored by COPY.
-        op: an ``Op``; ignored by COPY.
-        scale: factor after combining; must be 1.0 for integers and bool; ignored by COPY.
+        dtype: a ``DType``; ignored by COPY. Of a READ the rank whose memory is read.
+        op: an ``Op``; ignored by COPY and READ.
+        scale: factor after combining; must be 1.0 for integers and bool; ignored by COPY and READ.
     """
 
     kind: int

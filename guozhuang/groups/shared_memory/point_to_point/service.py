@@ -7,6 +7,10 @@ that reads nothing blocks only its own pair; large payloads of one pair move one
 wakes a rank that sleeps, and tells that the other end is closed. A send ends when the receiver has all of it, as the receiver
 may refuse it until then; so, as with gloo, a send waits for its receive.
 
+[Note: reading payloads] Where ranks can read each other's memory, a large payload is not sent: the offer says where it lies,
+and the receiver copies it from there. A sender that gives a send up counts that, in memory that both map, before the tensor is
+handed back; the receiver looks at this count after it has copied, and if it is not that of the offer it requests the payload.
+
 [Note: one thread at a time] All state but the queue of new transfers is used under one lock, without blocking; see
 [Note: who waits attends] in groups/attending.py. When a peer is gone, the messages that it had sent are processed first; then
 all other transfers with it fail. A receive from any rank fails when a rank died (that may have been its sender), not when
@@ -30,6 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Set
+from functools import partial
 from typing import Final
 
 import torch
@@ -37,13 +42,16 @@ from torch import Tensor
 
 from guozhuang.errors import WorldError, explain
 
-from ..attending import Attendant
-from . import transfers
-from .arguments import Bytes, is_plain
-from .engine import DOING_BYTES, DOING_OFFSET, STATE_OFFSET, RankState, mail_ring_bytes, make_mail
-from .peers import ended_events
-from .rendezvous import Peers
-from .transfers import Offer, Transfer, UnderWay
+from ...attending import Attendant
+from ..arguments import Bytes
+from ..engine import DOING_BYTES, DOING_OFFSET, STATE_OFFSET, RankState, mail_ring_bytes, make_mail
+from ..peers import ended_events, is_closed
+from ..rendezvous import Peers
+from . import messages, transfers
+from .matching import Offer, UnderWay
+from .messages import Outbox, Streams
+from .one_message import OneMessage
+from .transfers import Memory, Transfer
 
 _MESSAGES_PER_TURN: Final = 64  # most messages that are processed before new transfers begin
 _LOOK_S: Final = 0.2  # seconds between two checks whether a rank's group broke, while transfers are unfinished
@@ -62,6 +70,7 @@ class PointToPoint:
         timeout_s: limit of each transfer, from its call, in seconds.
         failure: returns the error that broke the group for this rank, once its control page is marked as broken.
         crowded: whether ranks outnumber cores; then waits sleep at once.
+        reads: whether ranks read large payloads from each other's memory, where that works.
     """
 
     def __init__(
@@ -70,13 +79,15 @@ class PointToPoint:
         timeout_s: float,
         failure: Callable[[], BaseException | None] = lambda: None,
         crowded: bool = True,
+        reads: bool = False,
     ) -> None:
         self._peers, self._rank, self._size, self._timeout_s = peers, peers.rank, peers.size, timeout_s
         self._why_broken = failure
         pages = [segment.address for segment in peers.segments]
         sockets = [-1 if channel is None else channel.fileno() for channel in peers.channels]
-        self._mail = make_mail(self._rank, pages, sockets)
-        self._along_bytes = min(transfers.MOST_ALONG_BYTES, mail_ring_bytes(self._size)[0] // 4)
+        self._mail = make_mail(self._rank, pages, sockets, peers.pids)
+        most = messages.MOST_ALONG_OF_READERS_BYTES if reads else messages.MOST_ALONG_BYTES
+        self._along_bytes, self._reads = min(most, mail_ring_bytes(self._size)[0] // 4), reads
         self._states = [ctypes.c_uint32.from_address(page + STATE_OFFSET) for page in pages]
         self._closing = threading.Lock()  # guards the next three attributes
         self._new: deque[Transfer] = deque()
@@ -90,13 +101,10 @@ class PointToPoint:
             self._attendant.register(peers.pidfds[peer], ended_events(peers.pidfds[peer]))
         self._under_way = UnderWay(self._rank, self._size)
         self._numbers = itertools.count(1)
-        # By receiver: the sends whose payload it requested; the first one is on its way.
-        self._streams: list[deque[Transfer]] = [deque() for _ in pages]
-        # By receiver: messages that there was no room for, as arguments of ``Mail.put``, and copies of their payloads.
-        self._out: list[deque[tuple[tuple[int, int, int, int, int, int, int], Tensor | None]]] = [
-            deque() for _ in pages
-        ]
-        self._unsent: set[int] = set()  # the peers for which there are such messages
+        self._outbox = Outbox(self._mail, self._size, self._under_way.lost)
+        self._streams = Streams(self._mail, self._outbox, self._size)
+        self._place = (ctypes.c_char * messages.PLACE.size)()  # the payload of an APART, while it is sent
+        self._one_message = OneMessage(self._mail, self._new, self._streams, self._under_way, self._outbox)
         self._next_look = 0.0  # when to look whether a rank's group broke
         self._earliest_deadline = math.inf  # no transfer expires before this time; its transfer may have ended
         self._thread = threading.Thread(target=self._serve, name=f"guozhuang-p2p-{self._rank}", daemon=True)
@@ -106,20 +114,34 @@ class PointToPoint:
             self._attendant.close()
             raise
 
-    def send(self, tensor: Tensor, dst: int, tag: int, timeout_s: float | None = None) -> Transfer:
+    def send(
+        self, tensor: Tensor, dst: int, tag: int, timeout_s: float | None = None, memory: Memory | None = None
+    ) -> Transfer:
         """Start sending a CPU tensor, which must not change until the transfer has ended.
 
-        ``timeout_s`` is its limit in seconds; None: the limit of all transfers.
+        Args:
+            tensor: the tensor.
+            dst: the rank that receives it.
+            tag: the receive must have the same.
+            timeout_s: its limit in seconds; None: the limit of all transfers.
+            memory: address, number of elements and bytes of the tensor if it is plain; None: not known.
 
         Raises:
             UsageError: no such rank, or this rank itself; or a tag that is not a 64-bit number.
             WorldError: the group was destroyed; if it broke, the error that broke it.
         """
-        return self._begin(tensor, dst, tag, timeout_s, is_send=True)
+        return self._begin(True, tensor, dst, tag, timeout_s, memory)
 
-    def recv(self, tensor: Tensor, src: int | None, tag: int, timeout_s: float | None = None) -> Transfer:
+    def recv(
+        self,
+        tensor: Tensor,
+        src: int | None,
+        tag: int,
+        timeout_s: float | None = None,
+        memory: Memory | None = None,
+    ) -> Transfer:
         """Start receiving into a CPU tensor from ``src``; None: from the first rank to send with this tag. Else as ``send``."""
-        return self._begin(tensor, src, tag, timeout_s, is_send=False)
+        return self._begin(False, tensor, src, tag, timeout_s, memory)
 
     def close(self) -> bool:
         """End the thread; unfinished transfers fail. Later calls do nothing.
@@ -134,19 +156,37 @@ class PointToPoint:
             self._thread.join(_JOIN_S)
         return not self._thread.is_alive()
 
-    def _begin(self, tensor: Tensor, peer: int | None, tag: int, timeout_s: float | None, *, is_send: bool) -> Transfer:
+    def _begin(
+        self, is_send: bool, tensor: Tensor, peer: int | None, tag: int, timeout_s: float | None, memory: Memory | None
+    ) -> Transfer:
         transfers.check(peer, tag, self._rank, self._size)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        plain = tensor if is_plain(tensor) else Bytes().plain(tensor)
-        transfer = Transfer(tensor, plain, self._rank, peer, tag, is_send, limit_s, self._attendant.attend)
+        plain = tensor
+        if memory is None:
+            plain = Bytes().plain(tensor)
+            memory = plain.data_ptr(), plain.numel(), plain.numel() * plain.itemsize
+        transfer = Transfer(
+            tensor, plain, memory, self._rank, peer, tag, is_send, limit_s, self._attend, self._begin_now
+        )
         with self._closing:
             if self._is_closed:
                 raise copy.copy(self._failure) or self._world_error(*_DESTROYED)
             if self._states[self._rank].value == RankState.BROKEN:
                 raise self._broken()
             self._new.append(transfer)
-        self._attendant.attend_now()
+        if is_send or self._under_way.has_offers:
+            self._attendant.attend_now()
         return transfer
+
+    def _begin_now(self, transfer: Transfer) -> None:
+        if transfer in self._new:
+            self._attendant.attend_now()
+
+    def _attend(self, transfer: Transfer, limit_s: float) -> None:
+        """Process what arrives in this thread until a transfer has ended. See [Note: the one message] in one_message.py."""
+        if not self._attendant.look(partial(self._one_message.look, transfer)):
+            self._begin_now(transfer)
+            self._attendant.attend(transfer.has_ended, limit_s, spins=False)
 
     def _broken(self) -> BaseException:
         """Return a fresh copy of the error of this rank's broken group; a shared one's traceback would keep tensors alive."""
@@ -163,10 +203,11 @@ class PointToPoint:
         self._attendant.serve()
         with self._attendant.lock:
             if self._failure is None:
-                self._say_farewell()
+                self._outbox.flush(_FAREWELL_S)
             with self._closing:
                 self._attendant.close()
             for transfer in (*self._new, *self._under_way.all()):
+                self._retract(transfer)
                 transfer.end(self._failure or self._world_error(*_DESTROYED))
 
     def _turn(self, ready: Set[int] | None) -> float:
@@ -196,8 +237,7 @@ class PointToPoint:
         while self._new:
             self._take(self._new[0])
             self._new.popleft()
-        for peer in tuple(self._unsent):
-            self._flush(peer)
+        self._outbox.flush()
         if now >= self._earliest_deadline:
             self._expire()
         return _LONGEST_SLEEP_S if self._under_way.is_empty else min(self._earliest_deadline - now, _LOOK_S)
@@ -234,8 +274,13 @@ class PointToPoint:
             transfer.number = next(self._numbers)
             self._under_way.sends[transfer.number] = transfer
             numbers = transfer.number, transfer.tag, transfer.num_elements
-            num_bytes = transfer.num_bytes if transfer.num_bytes <= self._along_bytes else 0
-            self._say(transfer.peer, transfers.OFFER, *numbers, transfer.dtype, transfer.address, num_bytes)
+            kind, address, num_bytes = messages.OFFER, transfer.address, transfer.num_bytes
+            if num_bytes > self._along_bytes and self._reads:
+                messages.PLACE.pack_into(self._place, 0, address, self._mail.retracted(transfer.peer))
+                kind, address, num_bytes = messages.APART, ctypes.addressof(self._place), len(self._place)
+            elif num_bytes > self._along_bytes:
+                num_bytes = 0
+            self._outbox.say(transfer.peer, kind, *numbers, transfer.dtype, address, num_bytes)
             return
         if self._under_way.offered(transfer):
             self._hear_messages(-1)  # one of them may say that the offer was given up
@@ -248,107 +293,62 @@ class PointToPoint:
     def _match(self, receive: Transfer, offer: Offer) -> None:
         receive.sender = offer.source
         if (receive.dtype, receive.num_elements) != (offer.dtype, offer.num_elements):
-            self._say(offer.source, transfers.DIFFERS, offer.number, receive.num_elements, 0, receive.dtype)
+            self._outbox.say(offer.source, messages.DIFFERS, offer.number, receive.num_elements, 0, receive.dtype)
             receive.end(receive.differs(offer.source, offer.dtype, offer.num_elements))
         elif offer.is_here:
             ctypes.memmove(receive.address, offer.payload, len(offer.payload))
-            self._say(offer.source, transfers.DONE, offer.number)
+            self._outbox.say(offer.source, messages.DONE, offer.number)
+            receive.end()
+        elif offer.is_apart and self._mail.fetch(
+            offer.source, receive.address, receive.num_bytes, *messages.PLACE.unpack(offer.payload)
+        ):
+            self._outbox.say(offer.source, messages.DONE, offer.number)
             receive.end()
         else:
             receive.number = offer.number
             self._under_way.receives[offer.source, offer.number] = receive
-            self._say(offer.source, transfers.ASK, offer.number)
+            self._outbox.say(offer.source, messages.ASK, offer.number)
 
     # The methods below send and process messages.
-
-    def _say(
-        self,
-        peer: int,
-        kind: int,
-        number: int,
-        second: int = 0,
-        third: int = 0,
-        dtype: int = 0,
-        address: int = 0,
-        num_bytes: int = 0,
-    ) -> None:
-        """Send a message with the payload at ``address``; queue it, with a copy of the payload, if there is no room."""
-        if peer in self._under_way.lost:
-            return
-        out = self._out[peer]
-        if out or not self._mail.put(peer, kind, dtype, number, second, third, address, num_bytes):
-            kept = torch.empty(num_bytes, dtype=torch.uint8) if num_bytes else None
-            if kept is not None:
-                ctypes.memmove(kept.data_ptr(), address, num_bytes)
-                address = kept.data_ptr()
-            out.append(((kind, dtype, number, second, third, address, num_bytes), kept))
-            self._unsent.add(peer)
-
-    def _flush(self, peer: int) -> None:
-        """Send what is queued for a peer, as far as there is room; the peer wakes this rank when there is more."""
-        out = self._out[peer]
-        while out and self._mail.put(peer, *out[0][0]):
-            out.popleft()
-        if not out:
-            self._unsent.discard(peer)
-
-    def _push_next(self, peer: int) -> None:
-        """Begin to send a peer the next payload that it requested, if there is one."""
-        streams = self._streams[peer]
-        while streams and streams[0].is_completed():
-            self._mail.stop(peer, 1, streams.popleft().number)
-        if streams:
-            send = streams[0]
-            position = self._mail.push(peer, send.number, send.address, send.num_bytes)
-            self._say(peer, transfers.STREAM, send.number, position)
 
     def _read(self, peer: int) -> None:
         """Read what came through a peer's socket."""
         channel = self._peers.channels[peer]
         assert channel is not None
-        try:
-            while channel.recv(1):
-                continue  # only wakes
-        except BlockingIOError:
-            return
-        except ConnectionResetError:
-            pass
-        self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) closed its end")
+        if is_closed(channel):
+            self._lose(peer, f"rank {peer} (pid {self._peers.pids[peer]}) closed its end")
 
     def _hear(self, peer: int, kind: int, dtype: int, number: int, second: int, third: int, payload: bytes) -> None:
         under_way = self._under_way
-        if kind == transfers.OFFER:
-            offer = Offer(peer, number, second, dtype, third, payload)
+        if kind in (messages.OFFER, messages.APART):
+            offer = Offer(peer, number, second, dtype, third, payload, is_apart=kind == messages.APART)
             receive = under_way.offer(offer)
             if receive is not None:
                 self._new.appendleft(receive)  # while it is nowhere else, for the case of an error
                 self._match(receive, offer)
                 self._new.popleft()
-        elif kind == transfers.STREAM:
+        elif kind == messages.STREAM:
             if (receive := under_way.receives.get((peer, number))) is not None:
                 self._mail.pull(peer, number, receive.address, receive.num_bytes, second)
-        elif kind == transfers.PULLED:
+        elif kind == messages.PULLED:
             receive = under_way.receives.pop((peer, number))
-            self._say(peer, transfers.DONE, number)
+            self._outbox.say(peer, messages.DONE, number)
             receive.end()
-        elif kind == transfers.GIVEN_UP and second:
+        elif kind == messages.GIVEN_UP and second:
             under_way.forget_offers(peer, unless=lambda offer: offer.number != number)
             if (receive := under_way.receives.pop((peer, number), None)) is not None:
                 self._mail.stop(peer, 0, number)
                 receive.end(receive.given_up(peer, self._peers.pids[peer]))
-        elif kind == transfers.ASK and number in under_way.sends:
-            self._streams[peer].append(under_way.sends[number])
-            if len(self._streams[peer]) == 1:
-                self._push_next(peer)
+        elif kind == messages.ASK and number in under_way.sends:
+            self._streams.request(peer, under_way.sends[number])
         elif (send := under_way.sends.pop(number, None)) is not None:
-            if kind == transfers.DONE:
+            if kind == messages.DONE:
                 send.end()
-            elif kind == transfers.DIFFERS:
+            elif kind == messages.DIFFERS:
                 send.end(send.differs(peer, dtype, second))
             else:
                 send.end(send.given_up(peer, self._peers.pids[peer]))
-            if self._streams[peer] and self._streams[peer][0] is send:
-                self._push_next(peer)
+            self._streams.ended(peer, send)
 
     # The methods below handle failures.
 
@@ -380,12 +380,12 @@ class PointToPoint:
                 self._fail_those_with(peer)
 
     def _fail_those_with(self, peer: int) -> None:
-        self._out[peer].clear()
-        while self._streams[peer]:
-            self._mail.stop(peer, 1, self._streams[peer].popleft().number)
+        self._outbox.forget(peer)
+        self._streams.forget(peer)
         for transfer in self._under_way.take_failed(peer):
             if not transfer.is_send:
                 self._mail.stop(peer, 0, transfer.number)
+            self._retract(transfer)
             transfer.end(self._why(transfer, peer))
 
     def _why(self, transfer: Transfer, peer: int) -> BaseException:
@@ -411,18 +411,13 @@ class PointToPoint:
             other = None
         if other is not None:
             self._mail.stop(other, int(transfer.is_send), transfer.number)
-            self._say(other, transfers.GIVEN_UP, transfer.number, int(transfer.is_send))
+            self._outbox.say(other, messages.GIVEN_UP, transfer.number, int(transfer.is_send))
+        self._retract(transfer)
         transfer.end(error)
-        if transfer.is_send and other is not None and self._streams[other] and self._streams[other][0] is transfer:
-            self._push_next(other)
+        if transfer.is_send and other is not None:
+            self._streams.ended(other, transfer)
 
-    def _say_farewell(self) -> None:
-        """Send the messages that are still queued when the group is destroyed, for at most ``_FAREWELL_S``: peers need them."""
-        deadline = time.monotonic() + _FAREWELL_S
-        for streams in self._streams:
-            streams.clear()
-        while any(self._out) and time.monotonic() < deadline:
-            for peer, _ in self._channels:
-                self._flush(peer)
-            if any(self._out):
-                time.sleep(0.01)
+    def _retract(self, transfer: Transfer) -> None:
+        """Before a send ends without its receiver having agreed: what that reads from now on is no longer the payload."""
+        if transfer.is_send and transfer.peer is not None:
+            self._mail.retract(transfer.peer)
