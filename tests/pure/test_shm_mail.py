@@ -26,8 +26,8 @@ def ends() -> Iterator[Ends]:
     for each in sockets:
         each.setblocking(False)
     areas = [segment.address for segment in segments]
-    first = _engine.Mail(0, areas, [-1, sockets[0].fileno()], 1024, 4096, [os.getpid()] * 2)
-    second = _engine.Mail(1, areas, [sockets[1].fileno(), -1], 1024, 4096, [os.getpid()] * 2)
+    first = _engine.Mail(0, areas, [-1, sockets[0].fileno()], 1024, 4096, [os.getpid()] * 2, 10.0)
+    second = _engine.Mail(1, areas, [sockets[1].fileno(), -1], 1024, 4096, [os.getpid()] * 2, 10.0)
     yield first, second, *sockets
     for each in sockets:
         each.close()

@@ -40,7 +40,6 @@
 #include <unistd.h>
 
 #define SLICE_NS 100000000LL    /* sleep at most this long before looking after the peers */
-#define BUSY_SPIN_NS 10000      /* of a spin, before each look also offers the core to others */
 #define LOOKS_PER_CLOCK 16
 #define END_MS 1000 /* how long the end of a process whose memory is gone is waited for */
 #define POLL_END (POLLIN | POLLRDHUP | POLLHUP | POLLERR)
@@ -176,7 +175,7 @@ static int spin(const gz_group *group, int peer, uint32_t target, int64_t spin_n
         const int64_t now = gz_now_ns();
         if (*until_ns == 0) *until_ns = now + spin_ns;
         if (now >= *until_ns) return 0;
-        if (now >= *until_ns - spin_ns + BUSY_SPIN_NS) sched_yield();
+        if (now >= *until_ns - spin_ns + group->busy_ns) sched_yield();
     }
 }
 

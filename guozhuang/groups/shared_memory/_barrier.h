@@ -30,6 +30,7 @@ typedef struct {
     pid_t *pids;              /* by rank, for reading their memory */
     int slot;                 /* descriptor slot of the current operation */
     int agreed;               /* whether the layouts were compared */
+    int64_t busy_ns;          /* of a spin, before each look also offers the core to others */
     int *culprits;            /* ranks behind the last status but GZ_OK, ascending */
     int num_culprits;
     int (*interrupted)(void *); /* called between the slices of a wait in the main thread; not 0 ends the wait */

@@ -197,10 +197,11 @@ static int fill_ranks(engine *self, PyObject *controls, PyObject *pidfds, PyObje
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
     int rank, size;
+    double busy_us;
     PyObject *controls, *pidfds, *pids;
-    static char *names[] = {"rank", "size", "controls", "pidfds", "pids", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iiO!O!O!:Engine", names, &rank, &size, &PyList_Type, &controls,
-                                     &PyList_Type, &pidfds, &PyList_Type, &pids))
+    static char *names[] = {"rank", "size", "controls", "pidfds", "pids", "busy_us", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iiO!O!O!d:Engine", names, &rank, &size, &PyList_Type, &controls,
+                                     &PyList_Type, &pidfds, &PyList_Type, &pids, &busy_us))
         return NULL;
     if (size < 1 || rank < 0 || rank >= size || PyList_GET_SIZE(controls) != size || PyList_GET_SIZE(pidfds) != size ||
         PyList_GET_SIZE(pids) != size) {
@@ -209,7 +210,7 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     }
     engine *self = (engine *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
-    self->group = (gz_group){.rank = rank, .size = size, .interrupted = interrupted};
+    self->group = (gz_group){.rank = rank, .size = size, .interrupted = interrupted, .busy_ns = (int64_t)(busy_us * 1000)};
     self->group.controls = calloc((size_t)size, sizeof *self->group.controls);
     self->group.ends = calloc((size_t)size, sizeof *self->group.ends);
     self->group.culprits = calloc((size_t)size, sizeof *self->group.culprits);

@@ -10,7 +10,9 @@ from .program import Outcome, Program
 LAYOUT: Final[tuple[int, ...]]
 
 class Engine:
-    def __new__(cls, rank: int, size: int, controls: list[int], pidfds: list[int], pids: list[int]) -> Engine: ...
+    def __new__(
+        cls, rank: int, size: int, controls: list[int], pidfds: list[int], pids: list[int], busy_us: float
+    ) -> Engine: ...
     def run(
         self, program: Program, descriptor: bytes | None, private: bytes, deadline_s: float, spin_us: int, /
     ) -> Outcome: ...
@@ -24,7 +26,14 @@ class Engine:
 
 class Mail:
     def __new__(
-        cls, rank: int, areas: list[int], sockets: list[int], message_bytes: int, payload_bytes: int, pids: list[int]
+        cls,
+        rank: int,
+        areas: list[int],
+        sockets: list[int],
+        message_bytes: int,
+        payload_bytes: int,
+        pids: list[int],
+        busy_us: float,
     ) -> Mail: ...
     def put(
         self, peer: int, kind: int, dtype: int, number: int, second: int, third: int, address: int, num_bytes: int, /

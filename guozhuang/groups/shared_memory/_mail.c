@@ -31,7 +31,6 @@
 #define DATA_OFFSET 192
 #define LONGEST_PIECE_BYTES 65536
 #define SETTLE_NS 20000 /* a thread that does not spin looks for so long whether a payload goes on */
-#define BUSY_SPIN_NS 10000 /* of a spin, before each look also offers the core to others */
 #define LOOKS_PER_CLOCK 16
 
 typedef struct {
@@ -65,6 +64,7 @@ typedef struct {
     PyObject_HEAD
     int rank, size, next; /* `next`: whose ring is looked at first */
     int num_payloads;
+    int64_t busy_ns; /* of a spin, before each look also offers the core to others */
     size_t ring_bytes[2];  /* of messages, of payloads */
     unsigned char **areas; /* by rank: where it writes */
     int *sockets;          /* by rank */
@@ -221,7 +221,7 @@ static int look(mail *self, int64_t limit_ns) {
         if (looks % LOOKS_PER_CLOCK) continue;
         const int64_t spent = gz_now_ns() - begin;
         if (spent >= limit_ns) return 0;
-        if (spent >= BUSY_SPIN_NS) sched_yield();
+        if (spent >= self->busy_ns) sched_yield();
     }
 }
 
@@ -452,9 +452,10 @@ static PyObject *mail_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     int rank;
     Py_ssize_t ring_bytes[2];
     PyObject *areas, *sockets, *pids;
-    static char *names[] = {"rank", "areas", "sockets", "message_bytes", "payload_bytes", "pids", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iO!O!nnO!:Mail", names, &rank, &PyList_Type, &areas, &PyList_Type,
-                                     &sockets, &ring_bytes[0], &ring_bytes[1], &PyList_Type, &pids))
+    static char *names[] = {"rank", "areas", "sockets", "message_bytes", "payload_bytes", "pids", "busy_us", NULL};
+    double busy_us;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "iO!O!nnO!d:Mail", names, &rank, &PyList_Type, &areas, &PyList_Type,
+                                     &sockets, &ring_bytes[0], &ring_bytes[1], &PyList_Type, &pids, &busy_us))
         return NULL;
     const Py_ssize_t size = PyList_GET_SIZE(areas);
     int is_right = rank >= 0 && rank < size && PyList_GET_SIZE(sockets) == size && PyList_GET_SIZE(pids) == size;
@@ -466,6 +467,7 @@ static PyObject *mail_new(PyTypeObject *type, PyObject *args, PyObject *keywords
     mail *self = (mail *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
     self->rank = rank;
+    self->busy_ns = (int64_t)(busy_us * 1000);
     self->size = (int)size;
     for (int kind = 0; kind < 2; kind++) self->ring_bytes[kind] = (size_t)ring_bytes[kind];
     self->areas = calloc((size_t)size, sizeof *self->areas);

@@ -36,6 +36,7 @@ _REPEATED: Final = {
 # How long a wait spins before it sleeps, in microseconds: less on the group's own thread, which runs beside computations.
 SYNC_SPIN_US: Final = 50
 ASYNC_SPIN_US: Final = 20
+CROWDED_SPIN_US: Final = 100  # each look offers the core to the other ranks
 
 
 def _first_tensor(args: Sequence[Any]) -> Tensor | None:
@@ -73,7 +74,7 @@ class CollectiveCalls(VerbGroup):
     ) -> None:
         super().__init__(rank, size, "shm")
         self._turns, self._operations, self._others, self._timeout_s = turns, operations, others, timeout_s
-        self._sync_spin_us, self._async_spin_us = (0, 0) if crowded else (SYNC_SPIN_US, ASYNC_SPIN_US)
+        self._sync_spin_us, self._async_spin_us = (CROWDED_SPIN_US, 0) if crowded else (SYNC_SPIN_US, ASYNC_SPIN_US)
         self._num_calls = 0
         self._link = operations.link
         self._link.sync_terms = timeout_s, self._sync_spin_us

@@ -48,6 +48,7 @@ MAIL_BYTES: Final = 8 * 1024 * 1024  # a page, then two rings for each receiver;
 _MESSAGES_BYTES: Final = 1024 * 1024  # most for messages from one rank to another, with small payloads
 _PAYLOADS_BYTES: Final = 256 * 1024  # most for large payloads; more would leave the cache
 MAIN_BYTES: Final = MAIL_OFFSET + MAIL_BYTES
+_BUSY_US: Final = 10.0  # of a spin, before each look also offers the core to others; 0 where ranks outnumber cores
 
 
 class RankState(enum.IntEnum):
@@ -210,7 +211,14 @@ def read_process(pid: int, target: int, source: int, num_bytes: int) -> bool:
     return _engine.read_process(pid, target, source, num_bytes)
 
 
-def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[int], pids: Sequence[int]) -> Engine:
+def make_engine(
+    rank: int,
+    size: int,
+    controls: Sequence[int],
+    pidfds: Sequence[int],
+    pids: Sequence[int],
+    crowded: bool = False,
+) -> Engine:
     """Make the engine of this rank; the control pages must be new.
 
     Args:
@@ -220,6 +228,7 @@ def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[
         pidfds: per rank a descriptor that reports the end of its process: a pidfd (becomes readable) or a connected socket
             (hang-up; messages are ignored); -1 for this rank, and where none exists.
         pids: the process of each rank, whose memory READ streams read.
+        crowded: whether ranks outnumber cores; a wait that spins then offers the core to others before each look.
 
     Raises:
         ValueError: the arguments are inconsistent.
@@ -228,7 +237,7 @@ def make_engine(rank: int, size: int, controls: Sequence[int], pidfds: Sequence[
     if not native_built():
         fix = "install a C compiler and reinstall guozhuang, or use the gloo backend"
         raise WorldError(explain("the C part of the shared-memory group was not built", rank=rank, fix=fix))
-    return _engine.Engine(rank, size, list(controls), list(pidfds), list(pids))
+    return _engine.Engine(rank, size, list(controls), list(pidfds), list(pids), 0.0 if crowded else _BUSY_US)
 
 
 def make_repeats(rank: int, size: int) -> Repeats:
@@ -243,7 +252,9 @@ def mail_ring_bytes(size: int) -> tuple[int, int]:
     return min(_MESSAGES_BYTES, (share - payloads) // 64 * 64), payloads
 
 
-def make_mail(rank: int, mains: Sequence[int], sockets: Sequence[int], pids: Sequence[int]) -> Mail:
+def make_mail(
+    rank: int, mains: Sequence[int], sockets: Sequence[int], pids: Sequence[int], crowded: bool = False
+) -> Mail:
     """Make the mail of this rank.
 
     Args:
@@ -251,6 +262,8 @@ def make_mail(rank: int, mains: Sequence[int], sockets: Sequence[int], pids: Seq
         mains: address of each rank's main segment.
         sockets: per rank the descriptor of a connected socket, through which one byte is sent to a rank that sleeps.
         pids: the process of each rank, whose memory ``fetch`` and ``receive`` read.
+        crowded: as in ``make_engine``.
     """
     areas = [main + MAIL_OFFSET for main in mains]
-    return _engine.Mail(rank, areas, list(sockets), *mail_ring_bytes(len(areas)), list(pids))
+    busy_us = 0.0 if crowded else _BUSY_US
+    return _engine.Mail(rank, areas, list(sockets), *mail_ring_bytes(len(areas)), list(pids), busy_us)

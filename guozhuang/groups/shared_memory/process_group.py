@@ -249,7 +249,7 @@ class GroupResources:
             cores = {core for each in told for core in each["cores"]}
             self.crowded = max(size, *(each["neighbours"] for each in told)) > len(cores)
             controls = [segment.address for segment in self._peers.segments]
-            engine = make_engine(rank, size, controls, self._peers.pidfds, self._peers.pids)
+            engine = make_engine(rank, size, controls, self._peers.pidfds, self._peers.pids, self.crowded)
             self.arena = Arena(self._peers)
             reads = can_read(self._peers.pids, [each["mark"] for each in told])
             self.link = Endpoint(engine, self._peers, self.arena, rank, size, reads)

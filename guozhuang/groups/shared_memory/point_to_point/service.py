@@ -57,6 +57,7 @@ _MESSAGES_PER_TURN: Final = 64  # most messages that are processed before new tr
 _LOOK_S: Final = 0.2  # seconds between two checks whether a rank's group broke, while transfers are unfinished
 _LONGEST_SLEEP_S: Final = 3600.0
 _SPIN_S: Final = 200e-6
+_CROWDED_SPIN_S: Final = 100e-6
 _FAREWELL_S: Final = 1.0  # longest time to send queued messages when the group is destroyed
 _JOIN_S: Final = 5.0
 _DESTROYED: Final = ("this group was destroyed; it sends and receives no more", "make a new group")
@@ -85,7 +86,7 @@ class PointToPoint:
         self._why_broken = failure
         pages = [segment.address for segment in peers.segments]
         sockets = [-1 if channel is None else channel.fileno() for channel in peers.channels]
-        self._mail = make_mail(self._rank, pages, sockets, peers.pids)
+        self._mail = make_mail(self._rank, pages, sockets, peers.pids, crowded)
         most = messages.MOST_ALONG_OF_READERS_BYTES if reads else messages.MOST_ALONG_BYTES
         self._along_bytes, self._reads = min(most, mail_ring_bytes(self._size)[0] // 4), reads
         self._states = [ctypes.c_uint32.from_address(page + STATE_OFFSET) for page in pages]
@@ -95,7 +96,9 @@ class PointToPoint:
         self._failure: BaseException | None = None  # the error that ended it
         self._channels = [(peer, channel) for peer, channel in enumerate(peers.channels) if channel is not None]
         # The next attributes are used under the attendant's lock. See [Note: one thread at a time].
-        self._attendant = Attendant(self._turn, lambda: self._is_closed, 0.0 if crowded else _SPIN_S, self._mail)
+        self._attendant = Attendant(
+            self._turn, lambda: self._is_closed, _CROWDED_SPIN_S if crowded else _SPIN_S, self._mail
+        )
         for peer, channel in self._channels:
             self._attendant.register(channel.fileno(), select.POLLIN)
             self._attendant.register(peers.pidfds[peer], ended_events(peers.pidfds[peer]))
