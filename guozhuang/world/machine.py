@@ -93,7 +93,7 @@ def cores_of(cpus: Sequence[int], root: str = _DEVICES) -> dict[int, Core]:
         cpus: their numbers.
         root: the folder in which the kernel shows processors and NUMA nodes.
     """
-    node_of = {}
+    node_of: dict[int, int] = {}
     for folder in sorted(Path(root, "node").glob("node[0-9]*")):
         node_of |= dict.fromkeys(_numbers(_read(folder / "cpulist")), int(folder.name[4:]))
     found = {}

@@ -149,7 +149,11 @@ def choose(known: CoresOfRank) -> ThreadsOfRank:
         num_threads, why = known.num_threads, known.chosen_by
     cpus, bound, obstacle = _binding(known)
     freed = "freed from mpirun's default of one core" if known.was_freed else ""
-    text = [f"{_counted(num_threads, 'thread')} a rank ({why})", freed, bound or (obstacle and f"not bound: {obstacle}")]
+    text = [
+        f"{_counted(num_threads, 'thread')} a rank ({why})",
+        freed,
+        bound or (obstacle and f"not bound: {obstacle}"),
+    ]
     return ThreadsOfRank(num_threads, cpus, ", ".join(filter(None, text)), obstacle if known.bind != "auto" else "")
 
 

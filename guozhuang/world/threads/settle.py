@@ -34,7 +34,7 @@ def available_cpus() -> list[int]:
 
 def available_cores(environ: Mapping[str, str]) -> int:
     """Return how many cores the ranks that an agent starts on this node can keep busy."""
-    given = _cpus_of_step(environ)
+    given = cpus_of_step(environ)
     return machine.usable_cores() if given is None else max(1, min(machine.usable_cores(), given))
 
 
@@ -67,9 +67,9 @@ def settle(rank: int, cpus_of: Mapping[int, Sequence[int]]) -> Callable[[], None
             known,
             machine.cores_of(sorted({cpu for cpus in known.values() for cpu in cpus})),
             num_before,
-            _chosen_by(),
+            chosen_by(),
             machine.quota_cores(),
-            _cpus_of_step(os.environ),
+            cpus_of_step(os.environ),
             requested_bind(),
             was_freed,
         )
@@ -93,7 +93,7 @@ def settle(rank: int, cpus_of: Mapping[int, Sequence[int]]) -> Callable[[], None
 
 
 def _wanted() -> int | None:
-    return torch.get_num_threads() if _chosen_by() else None
+    return torch.get_num_threads() if chosen_by() else None
 
 
 def _available(wanted: int | None) -> tuple[list[int], bool]:
@@ -118,13 +118,14 @@ def _available(wanted: int | None) -> tuple[list[int], bool]:
     return (own, False) if choice.asks_for_binding(command, variables) else (theirs, True)
 
 
-def _cpus_of_step(environ: Mapping[str, str]) -> int | None:
+def cpus_of_step(environ: Mapping[str, str]) -> int | None:
+    """Return the CPUs that Slurm gave to the step on this node, as ``slurm.cpus_of_step``, but None where that raises."""
     with contextlib.suppress(UsageError):  # a rank of another launcher need not have whole variables of Slurm
         return slurm.cpus_of_step(environ)
     return None
 
 
-def _chosen_by() -> str:
+def chosen_by() -> str:
     """Return what chose the number of threads, or their places, for this rank; "" if nothing did."""
     first, was_set = _at_first()
     return choice.chosen_by(os.environ, _agents_variables(), was_set or torch.get_num_threads() != first)
