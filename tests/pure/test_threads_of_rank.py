@@ -1,4 +1,4 @@
-"""How many threads a rank gets and to which cores it is bound: the choice, the machine's tables, the words a user may ask with."""
+"""How many threads a rank gets and on which cores: the choice, the machine's tables, the words a user may ask with."""
 
 from __future__ import annotations
 
