@@ -139,7 +139,7 @@ def resources() -> Resources:
         num_open_files=_limit(resource.RLIMIT_NOFILE),
         rdma_devices=tuple(sorted(_names("/sys/class/infiniband"))),
         threads_by=settle.chosen_by(),
-        step_cpus=settle.cpus_of_step(os.environ),
+        step_cpus=settle.cpus_of_step(),
     )
 
 

@@ -16,7 +16,7 @@ from guozhuang.world.threads.choice import (
     asks_for_binding,
     choose,
     chosen_by,
-    leaves_one_core,
+    leaves_idle,
 )
 
 ALL = range(8)
@@ -61,7 +61,7 @@ THREADS: dict[str, tuple[CoresOfRank, int, str]] = {
     "chosen as it would be": (known(same(2), num_threads=4, chosen_by="OMP_NUM_THREADS"), 4, "(8 cores / 2 ranks)"),
     "freed": (
         known(same(2), was_freed=True), 4,
-        "4 threads a rank (8 cores / 2 ranks), freed from mpirun's default of one core, not bound to cores",
+        "4 threads a rank (8 cores / 2 ranks), freed from mpirun's default binding, not bound to cores",
     ),
 }  # fmt: skip
 
@@ -163,23 +163,33 @@ def test_a_binding_that_was_asked_for_of_mpirun(words: str, environ: dict[str, s
 
 
 @pytest.mark.parametrize(
-    ("own", "theirs", "threads", "num_ranks", "wanted", "leaves"),
+    ("own", "theirs", "of", "num_ranks", "num_local", "wanted", "leaves"),
     [
-        ([0], ALL, 1, 1, None, True),
-        ([3], ALL, 1, 2, None, True),
-        ([0, 4], ALL, 2, 2, None, True),
-        ([0], ALL, 1, 8, None, False),  # no core would be idle
-        ([0], ALL, 1, 1, 1, False),  # one thread was chosen
-        ([0], ALL, 1, 1, 4, True),
-        (range(4), ALL, 1, 3, None, False),  # bound to a socket
-        ([0], [0], 1, 1, None, False),
-        ([0], range(4, 8), 1, 1, None, False),  # bound by somebody else
+        ([0], ALL, cores(), 1, 1, None, True),
+        ([3], ALL, cores(), 2, 2, None, True),
+        ([0, 4], ALL, cores(threads=2), 2, 2, None, True),
+        ([0], [0, 1], cores(), 2, 2, None, False),  # no core is idle
+        ([0], ALL, cores(), 1, 1, 1, False),  # one thread was chosen
+        ([0], ALL, cores(), 1, 1, 4, True),
+        ([0], ALL, cores(), 3, 1, None, False),  # three ranks are bound to a core on request only
+        (range(4), ALL, cores(nodes=2), 8, 1, None, True),  # a rank for each machine, on one of its NUMA nodes
+        (range(4), ALL, cores(nodes=2), 8, 2, None, False),
+        (range(3), ALL, cores(nodes=2), 8, 1, None, False),  # bound by somebody else
+        (range(4), ALL, cores(nodes=2), 1, 1, None, False),
+        ([0], [0], cores(), 1, 1, None, False),
+        ([0], range(4, 8), cores(), 1, 1, None, False),
     ],
 )
-def test_one_core_of_mpiruns_default(
-    own: Sequence[int], theirs: Sequence[int], threads: int, num_ranks: int, wanted: int | None, leaves: bool
+def test_mpiruns_default_binding_is_left_where_cores_are_idle(
+    own: Sequence[int],
+    theirs: Sequence[int],
+    of: dict[int, Core],
+    num_ranks: int,
+    num_local: int,
+    wanted: int | None,
+    leaves: bool,
 ) -> None:
-    assert leaves_one_core(own, theirs, cores(threads=threads), num_ranks, wanted) == leaves
+    assert leaves_idle(own, theirs, of, num_ranks, num_local, wanted) == leaves
 
 
 def test_the_cores_of_a_machine(tmp_path: Path) -> None:

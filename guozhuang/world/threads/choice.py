@@ -4,8 +4,8 @@
 CPUs of all ranks of its node a rank computes its share, whoever started it: ranks that may run on the same cores divide them,
 and a rank that a launcher bound to cores of its own has those. So no launcher has to be known for its rules, but for two.
 Slurm without its affinity plugin binds nothing, so what it gave to the step is a limit too. Open MPI's mpirun binds each of
-at most two ranks to one core; nobody asked for that, and the other cores would be idle, so a rank leaves that core for those
-on which mpirun itself may run.
+at most two ranks to one core, and of more ranks to one NUMA node. Nobody asked for that, so where it leaves cores idle, ranks
+run on those on which mpirun itself may run.
 
 A number of threads or a placement that a user chose stays. One core counts once, however many hardware threads it has: a
 second thread on it adds little to matrix products, and PyTorch built with MKL counts in the same way.
@@ -51,7 +51,7 @@ class CoresOfRank:
         quota: processor time that control groups allow the ranks of this node, in cores; None: no limit.
         step_cpus: CPUs of this node that Slurm gave to the step; None: not told.
         bind: "auto", "cores", "numa" or "off".
-        was_freed: whether the own CPUs are those of Open MPI's mpirun, instead of the one core that it chose by default.
+        was_freed: whether the own CPUs are those of Open MPI's mpirun, instead of those to which it binds by default.
     """
 
     rank: int
@@ -126,20 +126,34 @@ def _is_for_cores(parameter: str, value: str) -> bool:
     return not parameter.endswith("mapping_policy") or bool(_MAPPED.search(value))
 
 
-def leaves_one_core(
-    own: Sequence[int], launchers: Sequence[int], cores: Mapping[int, Core], num_ranks: int, wanted: int | None
+def leaves_idle(
+    own: Sequence[int],
+    mpiruns: Sequence[int],
+    cores: Mapping[int, Core],
+    num_ranks: int,
+    num_local: int,
+    wanted: int | None,
 ) -> bool:
-    """Return whether a rank that mpirun bound to one core by default is to run on all CPUs of mpirun.
+    """Return whether Open MPI's default binding leaves cores idle, so that its ranks are to run on all CPUs of mpirun.
+
+    By default it binds to a core where there are at most two ranks, else to a NUMA node (or, version 4, to a package).
 
     Args:
         own: the CPUs of this process.
-        launchers: the CPUs of mpirun.
+        mpiruns: the CPUs of mpirun.
         cores: the core of each CPU.
-        num_ranks: how many ranks mpirun started on this node.
+        num_ranks: how many ranks mpirun started.
+        num_local: how many of them on this node.
         wanted: the number of threads, if the user chose it.
     """
-    num_own, num_there = (len({cores[cpu] for cpu in cpus}) for cpus in (own, launchers))
-    return num_own == 1 and set(own) < set(launchers) and num_there > num_ranks and (wanted is None or wanted > 1)
+    if not set(own) < set(mpiruns):
+        return False
+    mine, there = ({cores[cpu] for cpu in cpus} for cpus in (own, mpiruns))
+    nodes, packages = {core.node for core in mine}, {core.package for core in mine}
+    is_node = len(nodes) == 1 and mine == {core for core in there if core.node in nodes}
+    is_package = len(packages) == 1 and mine == {core for core in there if core.package in packages}
+    is_default = len(mine) == 1 if num_ranks <= 2 else is_node or is_package
+    return is_default and len(mine) * num_local < len(there) and (wanted is None or wanted > len(mine))
 
 
 def choose(known: CoresOfRank) -> ThreadsOfRank:
@@ -148,7 +162,7 @@ def choose(known: CoresOfRank) -> ThreadsOfRank:
     if known.chosen_by and known.num_threads != num_threads:
         num_threads, why = known.num_threads, known.chosen_by
     cpus, bound, obstacle = _binding(known)
-    freed = "freed from mpirun's default of one core" if known.was_freed else ""
+    freed = "freed from mpirun's default binding" if known.was_freed else ""
     text = [
         f"{_counted(num_threads, 'thread')} a rank ({why})",
         freed,

@@ -38,8 +38,8 @@ def available_cores(environ: Mapping[str, str]) -> int:
     return machine.usable_cores() if given is None else max(1, min(machine.usable_cores(), given))
 
 
-def leave_single_core() -> None:
-    """In an agent: run on the cores of mpirun if that bound this process to one core by default, so that its ranks do."""
+def leave_default_binding() -> None:
+    """In an agent: run on the cores of mpirun if its default binding leaves some of them idle, so that the ranks do."""
     cpus, is_freed = _available(None)
     if is_freed:
         _run_on(cpus)
@@ -69,7 +69,7 @@ def settle(rank: int, cpus_of: Mapping[int, Sequence[int]]) -> Callable[[], None
             num_before,
             chosen_by(),
             machine.quota_cores(),
-            cpus_of_step(os.environ),
+            cpus_of_step(),
             requested_bind(),
             was_freed,
         )
@@ -97,31 +97,32 @@ def _wanted() -> int | None:
 
 
 def _available(wanted: int | None) -> tuple[list[int], bool]:
-    """Return the CPUs on which this process may run, and whether these are mpirun's, which bound it to one core by default.
+    """Return the CPUs on which this process may run, and whether these are mpirun's, whose default binding leaves some idle.
 
     Args:
         wanted: the number of threads that a user chose for this rank; None: nobody did, or this process is an agent.
     """
     own = machine.own_cpus()
-    num_ranks = os.environ.get(OPEN_MPI.local_size, "")
-    mpirun = _first_without(OPEN_MPI.rank) if num_ranks.isdecimal() else None
+    counts = [os.environ.get(name, "") for name in (OPEN_MPI.size, OPEN_MPI.local_size)]
+    mpirun = _first_without(OPEN_MPI.rank) if all(map(str.isdecimal, counts)) else None
     if mpirun is None:
         return own, False
     try:
         theirs = machine.own_cpus(mpirun)
     except OSError:
         return own, False
-    if not choice.leaves_one_core(own, theirs, machine.cores_of(theirs), int(num_ranks), wanted):
+    num_ranks, num_local = map(int, counts)
+    if not choice.leaves_idle(own, theirs, machine.cores_of(theirs), num_ranks, num_local, wanted):
         return own, False
     command = [word.decode(errors="replace") for word in processes.command_line(mpirun)]
     variables = {**_environment(mpirun), **os.environ}
     return (own, False) if choice.asks_for_binding(command, variables) else (theirs, True)
 
 
-def cpus_of_step(environ: Mapping[str, str]) -> int | None:
+def cpus_of_step(environ: Mapping[str, str] | None = None) -> int | None:
     """Return the CPUs that Slurm gave to the step on this node, as ``slurm.cpus_of_step``, but None where that raises."""
     with contextlib.suppress(UsageError):  # a rank of another launcher need not have whole variables of Slurm
-        return slurm.cpus_of_step(environ)
+        return slurm.cpus_of_step(os.environ if environ is None else environ)
     return None
 
 
