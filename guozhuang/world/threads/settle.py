@@ -79,7 +79,9 @@ def settle(rank: int, cpus_of: Mapping[int, Sequence[int]]) -> Callable[[], None
     if chosen.num_threads != num_before:
         torch.set_num_threads(chosen.num_threads)
     if rank == 0:
-        _log.info("%s%s", chosen.text, "" if is_bound else "; the system refused these cores")
+        _log.info("%s", chosen.text)
+    if not is_bound:
+        _log.warning("[rank %d] the system does not let this process run on the CPUs %s alone", rank, cpus)
     if chosen.refused and rank == min(known):
         _log.warning("ranks of this node are not bound to cores (GUOZHUANG_BIND): %s", chosen.refused)
 
