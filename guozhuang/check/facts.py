@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,9 @@ from guozhuang.watch.processes import node_identity
 from guozhuang.world import machine, requested_backend, requested_gloo_interface, requested_nccl_interface
 from guozhuang.world.devices import BIND_DEVICES, SHARED_MEMORY, choose, num_cuda
 from guozhuang.world.identity import Identity
+from guozhuang.world.threads import settle
+from guozhuang.world.threads.choice import CoresOfRank
+from guozhuang.world.threads.choice import choose as choose_threads
 
 _RESOLVE_S = 3.0  # seconds after which the look-up of a name is abandoned; if a name server is down, it takes 30 s
 _PACKAGES = ("torch", "guozhuang", "numpy")
@@ -123,9 +127,7 @@ def resources() -> Resources:
         there = os.statvfs("/dev/shm")
         shm, shm_free = there.f_blocks * there.f_frsize, there.f_bavail * there.f_frsize
     return Resources(
-        cores=tuple(
-            sorted(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
-        ),
+        cores=tuple(sorted({core.first for core in machine.cores_of(settle.available_cpus()).values()})),
         quota_cores=machine.quota_cores(),
         num_threads=torch.get_num_threads(),
         memory_bytes=min(int(memory.total), machine.memory_limit_bytes() or int(memory.total)),
@@ -136,7 +138,23 @@ def resources() -> Resources:
         memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
         num_open_files=_limit(resource.RLIMIT_NOFILE),
         rdma_devices=tuple(sorted(_names("/sys/class/infiniband"))),
+        threads_by=settle.chosen_by(),
+        step_cpus=settle.cpus_of_step(),
     )
+
+
+def with_threads(ranks: Sequence[Facts]) -> tuple[Facts, ...]:
+    """Return the facts of the ranks with the numbers of threads that ``gz.init`` chooses, on CPUs, where no user did."""
+    found = []
+    for each in ranks:
+        here = each.resources
+        if each.device == "cpu" and not here.threads_by:
+            cores_of = {other.rank: other.resources.cores for other in ranks if other.node == each.node}
+            cores = {first: machine.Core(0, 0, first) for cores in cores_of.values() for first in cores}
+            known = CoresOfRank(each.rank, cores_of, cores, here.num_threads, "", here.quota_cores, here.step_cpus)
+            here = replace(here, num_threads=choose_threads(known).num_threads)
+        found.append(replace(each, resources=here))
+    return tuple(found)
 
 
 def _device(identity: Identity, num_devices: int) -> tuple[str, str]:

@@ -76,7 +76,7 @@ def _processors(ranks: Sequence[Facts], num_ranks: int) -> Iterator[Problem]:
     cores = min(num_cores, quota or num_cores)
     num_threads = sum(each.resources.num_threads for each in ranks)
     of_cores = f"{cores:g} core{'s' * (cores != 1)}"
-    fewer_threads = f"set OMP_NUM_THREADS={max(int(cores) // len(ranks), 1)}"
+    fewer_threads = f"set OMP_NUM_THREADS={max(int(cores) // len(ranks), 1)}, or unset it: on CPUs gz.init then chooses"
     if len(ranks) > cores and not first.num_devices:
         text = f"{len(ranks)} ranks share {of_cores} on {{}}: they take turns, and each waits for the slowest."
         yield Problem("warn", "too-many-ranks", text, f"start at most {max(int(cores), 1)} per node")
@@ -84,7 +84,7 @@ def _processors(ranks: Sequence[Facts], num_ranks: int) -> Iterator[Problem]:
         each = first.resources.num_threads
         text = f"{len(ranks)} ranks {units.TIMES} {each} threads = {num_threads} threads share {of_cores} on {{}}."
         yield Problem("warn", "too-many-threads", text, fewer_threads)
-    if quota is not None and quota < 0.9 * num_cores:
+    if quota is not None and quota < 0.9 * num_cores and num_threads > quota:
         text = f"The control group allows {quota:g} of {num_cores:g} cores on {{}}, and PyTorch sees all of them."
         yield Problem("note", "core-quota", text, fewer_threads)
 

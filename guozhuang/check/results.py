@@ -81,9 +81,9 @@ class Resources:
     """The resources of a node that a rank may use. None: unlimited, or not reported by this system.
 
     Attributes:
-        cores: numbers of the cores that this process may run on.
+        cores: the cores that this process may run on, each by the number of its first hardware thread.
         quota_cores: processor time that its control group allows, in cores.
-        num_threads: compute threads of this rank.
+        num_threads: compute threads of this rank; where nobody chose them, as ``gz.init`` does.
         memory_bytes: memory of the node, or the limit of its control group.
         available_bytes: the part of it that can be allocated now.
         swap_used_bytes: swap space in use on the node.
@@ -92,6 +92,9 @@ class Resources:
         memlock_bytes: limit of locked memory of a process.
         num_open_files: limit of open files of a process.
         rdma_devices: names of InfiniBand and RoCE devices.
+        threads_by: the variable or function by which a user chose ``num_threads``; "": ``gz.init`` chooses;
+            "unknown" from a version that does not tell.
+        step_cpus: the CPUs that Slurm gave to this step on the node.
     """
 
     cores: tuple[int, ...]
@@ -105,6 +108,8 @@ class Resources:
     memlock_bytes: int | None
     num_open_files: int | None
     rdma_devices: tuple[str, ...]
+    threads_by: str = "unknown"
+    step_cpus: int | None = None
 
 
 @dataclass(frozen=True)

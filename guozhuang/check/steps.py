@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.check import measure
-from guozhuang.check.facts import address_on
+from guozhuang.check.facts import address_on, with_threads
 from guozhuang.check.measure import Pair, PairError
 from guozhuang.check.results import Absence, CheckResults, ClockOffset, Facts, MeasuredLink, MeasuredReduction
 from guozhuang.errors import UsageError, WorldError, explain
@@ -94,7 +94,7 @@ class CheckState:
         return CheckResults(
             num_ranks=identity.size,
             launcher=identity.launcher,
-            facts=tuple(self.facts[rank] for rank in sorted(self.facts)),
+            facts=with_threads([self.facts[rank] for rank in sorted(self.facts)]),
             clocks=tuple(self.clocks),
             links=tuple(sorted(self.links, key=lambda each: (each.a, each.b))),
             reductions=tuple(self.reductions),

@@ -23,6 +23,7 @@ from guozhuang.launch.options.arguments import read
 from guozhuang.launch.options.plan import Plan, plan
 from guozhuang.launch.rendezvous.agents import OtherNodeError
 from guozhuang.launch.request import Request, RunReport, with_folders
+from guozhuang.world.threads.settle import leave_default_binding
 
 _log = logging.getLogger("guozhuang")
 _SECRET_BYTES = 32
@@ -59,6 +60,7 @@ def run(found: argparse.Namespace, request: Request) -> int:
     Raises:
         UsageError: the options cannot work; nothing was started.
     """
+    leave_default_binding()
     try:
         ours = plan(found, {**os.environ, **request.extension.defaults(os.environ)})
         if request.members is not None and not request.members.has_ranks:

@@ -25,6 +25,7 @@ _AFTER_VERDICT_S = 3 * client.LONGEST_LOOK_S
 _GRACE_S = _AFTER_VERDICT_S + 1.0  # seconds that an answer of the store may take beyond the roll call's limit
 _MOST_NAMED = 16
 _LOOPBACK_KEY = "guozhuang/loopback address"
+_CPUS = "cpus"  # stands among the settings in the text of a card, but is compared by nobody
 _ENDED_KEY = "guozhuang/ended ranks"  # the ranks that launchers saw end with 0, each followed by a space
 _LOOK_S = 0.5  # seconds between two reads of it by a waiting rank
 _LOOKS_PER_S = 1000  # of all ranks together, at most
@@ -71,21 +72,24 @@ class RankCard:
         host: identity of the rank's node (``node_identity``).
         note: the ``note`` given to ``roll_call``; in ``init`` the UUIDs of the rank's visible CUDA devices, joined by commas.
         settings: the ``settings`` given to ``roll_call``; {} from a version of this package that tells none.
+        cpus: the ``cpus`` given to ``roll_call``; () where they are not told.
     """
 
     host: str
     note: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
+    cpus: Sequence[int] = ()
 
     def to_text(self) -> str:
         """Encode the card for the store."""
-        return f"{self.host}\n{self.note}\n{json.dumps(dict(self.settings))}"
+        return f"{self.host}\n{self.note}\n{json.dumps({**self.settings, _CPUS: list(self.cpus)})}"
 
     @classmethod
     def of_text(cls, text: str) -> RankCard:
         """Return the card that ``to_text`` encoded."""
         host, note, *rest = text.split("\n", 2)
-        return cls(host, note, json.loads(rest[0]) if rest else {})
+        settings = json.loads(rest[0]) if rest else {}
+        return cls(host, note, settings, tuple(settings.pop(_CPUS, ())))
 
 
 def open_store(
@@ -276,6 +280,7 @@ def roll_call(
     timeout_s: float,
     note: str = "",
     settings: Mapping[str, str] | None = None,
+    cpus: Sequence[int] = (),
 ) -> list[RankCard]:
     """Wait until every rank has joined; return the ``RankCard`` of every rank, in rank order.
 
@@ -288,6 +293,7 @@ def roll_call(
         timeout_s: limit for the whole call, in seconds.
         note: one line of text that this rank publishes besides its host.
         settings: further texts by name that this rank publishes.
+        cpus: numbers of the CPUs on which this rank may run.
 
     Raises:
         UsageError: two processes claim the same rank, or were told different numbers of ranks.
@@ -295,7 +301,7 @@ def roll_call(
             ended before (``tell_ended``), or the process that keeps the store is gone or does not answer. Every rank that
             waits raises.
     """
-    call = _RollCall(store, rank, size, timeout_s, RankCard(node_identity(), note, settings or {}))
+    call = _RollCall(store, rank, size, timeout_s, RankCard(node_identity(), note, settings or {}, cpus))
     try:
         return call.run()
     finally:

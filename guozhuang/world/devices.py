@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.units import ranks_text
 from guozhuang.world import torchrun
 from guozhuang.world.identity import Identity
+
+if TYPE_CHECKING:
+    from guozhuang.net.meet import RankCard
 
 # The backend of guozhuang.groups for ranks that share memory; `import guozhuang` registers the name.
 SHARED_MEMORY = "shm"
@@ -217,6 +221,23 @@ def choose_own(
         return choose(backend, device, index, num, cpu_backend, launcher=launcher)
     is_bound = launcher in BIND_DEVICES or torchrun.has_virtual_local_rank(environ)
     return choose(backend, device, identity.local_rank, num, cpu_backend, is_bound, launcher)
+
+
+def take(device: torch.device, rank: int, cards: Sequence[RankCard]) -> Callable[[], None]:
+    """Make a CUDA device the current one; on the CPU, settle threads and cores. Return a function that undoes the latter.
+
+    Args:
+        device: the device of this rank.
+        rank: this rank.
+        cards: the cards of all ranks from the roll call.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        return lambda: None
+    from guozhuang.world.threads.settle import settle  # imported only when needed
+
+    return settle(rank, {r: card.cpus for r, card in enumerate(cards) if card.host == cards[rank].host and card.cpus})
 
 
 def device_to_bind(backend: str, device: torch.device) -> torch.device | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -18,6 +19,15 @@ _GROUPS = "/sys/fs/cgroup"
 _OWN_GROUPS = path_of("cgroup")
 _MEMORY = f"{PROC}/meminfo"
 _NOT_TOLD = 1 << 62
+_DEVICES = "/sys/devices/system"
+
+
+class Core(NamedTuple):
+    """A core: its NUMA node, its processor package, and the first of the CPUs (hardware threads) that it consists of."""
+
+    node: int
+    package: int
+    first: int
 
 
 @dataclass(frozen=True)
@@ -67,9 +77,37 @@ def describe() -> Machine:
     )
 
 
+def own_cpus(pid: int = 0) -> list[int]:
+    """Return the CPUs (hardware threads) on which the kernel may run a process; 0: this one.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    return sorted(os.sched_getaffinity(pid) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
+def cores_of(cpus: Sequence[int], root: str = _DEVICES) -> dict[int, Core]:
+    """Return the core of each of some CPUs; where the system does not tell, each is a core of its own on node 0.
+
+    Args:
+        cpus: their numbers.
+        root: the folder in which the kernel shows processors and NUMA nodes.
+    """
+    node_of: dict[int, int] = {}
+    for folder in sorted(Path(root, "node").glob("node[0-9]*")):
+        node_of |= dict.fromkeys(_numbers(_read(folder / "cpulist")), int(folder.name[4:]))
+    found = {}
+    for cpu in cpus:
+        folder = Path(root, f"cpu/cpu{cpu}/topology")
+        package = _read(folder / "physical_package_id").strip()
+        first = min(_numbers(_read(folder / "thread_siblings_list")), default=cpu)
+        found[cpu] = Core(node_of.get(cpu, 0), int(package) if package.isdecimal() else 0, first)
+    return found
+
+
 def num_cores() -> int:
-    """Return the number of cores on which the kernel may run this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores on which the kernel may run this process; a core counts once, whatever its threads."""
+    return len(set(cores_of(own_cpus()).values()))
 
 
 def quota_cores(root: str = _GROUPS, own: str = _OWN_GROUPS) -> float | None:
@@ -171,6 +209,17 @@ def _memory_limit(folder: Path) -> tuple[int, int] | None:
             fields = (line.split() for line in _read(folder / "memory.stat").splitlines())
             return int(limit), int(used) - sum(int(words[1]) for words in fields if words[:1] == [cached])
     return None
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers of a list of the kernel, such as ``0-3,8``; [] for a text of another form."""
+    found: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            return []
+        found += range(int(first), int(last or first) + 1)
+    return found
 
 
 def _read(path: Path) -> str:

@@ -19,6 +19,9 @@ HangTimeout = float | Literal["off"] | None
 #: What ``--slow-rank`` may ask for.
 SLOW_RANK = ("warn", "off")
 
+#: What ``--bind`` may ask for.
+BIND = ("auto", "cores", "numa", "off")
+
 #: How often checkpoints are saved, and how many stay, where nothing else is asked for.
 CHECKPOINT_EVERY, CHECKPOINT_KEEP = "5min", 3
 
@@ -259,6 +262,19 @@ def requested_slow_rank() -> str:
     if text not in ("", *SLOW_RANK):
         what = "environment variable GUOZHUANG_SLOW_RANK must be warn or off"
         raise UsageError(explain(what, value=text, fix="unset it: slow ranks are then named too, without a table"))
+    return text
+
+
+def requested_bind() -> str:
+    """Return what ranks on CPUs are bound to: WHAT of ``guozhuang run --bind WHAT`` (environment GUOZHUANG_BIND), or "auto".
+
+    Raises:
+        UsageError: the variable holds another word.
+    """
+    text = os.environ.get("GUOZHUANG_BIND", "").strip().lower() or "auto"
+    if text not in BIND:
+        what = f"environment variable GUOZHUANG_BIND must hold one of {', '.join(BIND)}"
+        raise UsageError(explain(what, value=text, fix="give `guozhuang run --bind` one of them, or unset it"))
     return text
 
 

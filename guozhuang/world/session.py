@@ -120,6 +120,7 @@ def init(
     from guozhuang.net.meet import RankCard, roll_call
     from guozhuang.world import slurm
     from guozhuang.world.discovery import discover
+    from guozhuang.world.threads.settle import available_cpus
 
     identity = discover()
     hang_timeout = requested_hang_timeout()
@@ -130,7 +131,8 @@ def init(
     store, meeting = meet(identity, timeout_s)
     cards = [RankCard("", note)]
     if identity.size > 1:
-        cards = roll_call(store, identity.rank, identity.size, timeout_s, note, settings(backend, device))
+        own = note, settings(backend, device), available_cpus()
+        cards = roll_call(store, identity.rank, identity.size, timeout_s, *own)
     hosts = [each.host for each in cards]
     meeting.remove_note()
     cpu_backend, why = devices.backend_of_cpu_ranks(hosts)
@@ -141,8 +143,7 @@ def init(
     )
     if backend is None and chosen_device.type == "cpu" and identity.rank == 0:
         _log.info("backend %s, the default here: %s", chosen_backend, why)
-    if chosen_device.type == "cuda":
-        torch.cuda.set_device(chosen_device)
+    before_leaving(devices.take(chosen_device, identity.rank, cards))
     _set_interfaces(len(set(hosts)) > 1, meeting.host)
     try:
         check_ways(store, identity, hosts, chosen_backend, timeout_s)
@@ -338,6 +339,7 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     from guozhuang.net.meet import RankCard, roll_call
     from guozhuang.net.store import next_part
     from guozhuang.world.discovery import discover
+    from guozhuang.world.threads.settle import available_cpus
 
     rank, size, found = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
     if backend is not None and backend.lower() not in (found, dist.get_backend_config()):
@@ -357,7 +359,9 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
         store = next_part(store, "adopted", rank)
     note = devices.devices_seen(known, device)
     # Every rank takes part: one that decided by its own environment could wait for others whose environment differs.
-    cards = roll_call(store, rank, size, timeout_s, note) if size > 1 else [RankCard("", note)]
+    cards = [RankCard("", note)]
+    if size > 1:
+        cards = roll_call(store, rank, size, timeout_s, note, None, available_cpus())
     has_places = None not in (given.local_rank, given.local_size, given.node_rank, given.num_nodes)
     if size == 1:
         given = replace(given, local_rank=None, local_size=None)
@@ -368,8 +372,7 @@ def _adopt(backend: str | None, device: str | torch.device | None, timeout_s: fl
     _, chosen_device = devices.choose_own(
         known, device, identity, [c.host for c in cards], [c.note for c in cards], os.environ
     )
-    if chosen_device.type == "cuda":
-        torch.cuda.set_device(chosen_device)
+    before_leaving(devices.take(chosen_device, rank, cards))
     world = _enter(identity, chosen_device, found, timeout_s, made_group=False, asked=(backend, device))
     _start_heartbeat(store, world, identity, hang_timeout)
     return world

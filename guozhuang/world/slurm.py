@@ -77,6 +77,23 @@ def node_of(environ: Mapping[str, str]) -> LaunchedNode | None:
     )
 
 
+def cpus_of_step(environ: Mapping[str, str]) -> int | None:
+    """Return how many CPUs of this node the step was given; None outside of a step, and where that is not told.
+
+    What a CPU is, a core or a hardware thread, is the cluster's own affair.
+
+    Raises:
+        UsageError: the environment is half set, or contradicts itself.
+    """
+    step = _step(environ)
+    if step is None:
+        return None
+    each = number(environ, "SLURM_CPUS_PER_TASK", at_least=1, fix=_FIX)
+    if each is not None and step.num_tasks is not None:
+        return each * step.num_tasks
+    return number(environ, "SLURM_CPUS_ON_NODE", at_least=1, fix=_FIX)
+
+
 def hint(environ: Mapping[str, str] | None = None, command: str = "python ...") -> str:
     """Return a hint for a process that runs alone although its job has several tasks or nodes; "" if there is none.
 

@@ -64,6 +64,8 @@ def main(case: str, arguments: list[str]) -> None:
         "sum": tensor.item(),
         "runs": sorted(set(names)),
         "entered_s": entered_s,
+        "threads": torch.get_num_threads(),
+        "cpus": sorted(os.sched_getaffinity(0)),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
         "listens": sorted(set(listening()) - inherited),
         "doors": [thread.name for thread in threading.enumerate() if thread.name.startswith("guozhuang")],

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from guozhuang.world import machine
 from tests.hosts import network
 from tests.hosts.member import members
 from tests.hosts.names import names
@@ -17,6 +18,7 @@ from tests.hosts.network import Hosts
 from tests.hosts.slurm import finish
 from tests.launching import environment
 
+CORES = machine.usable_cores()
 MEMBER = [sys.executable, "-m", "tests.hosts.member"]
 
 
@@ -47,9 +49,9 @@ launchers = pytest.mark.parametrize(
 on_hosts = (pytest.mark.needs_root, pytest.mark.skipif(bool(network.missing()), reason=network.missing() or "it can"))
 
 
-def of_home(home: Path) -> dict[str, str]:
+def of_home(home: Path, threads: str = "1") -> dict[str, str]:
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return environment(OMP_NUM_THREADS="1", HOME=str(home), **as_root)
+    return environment(OMP_NUM_THREADS=threads, HOME=str(home), **as_root)
 
 
 def here(launcher: str, num: int) -> list[str]:
@@ -74,6 +76,31 @@ def test_two_ranks_on_this_machine(launcher: str, tmp_path: Path) -> None:
     assert [each["sum"] for each in found] == [3, 3]
     assert all(address.startswith("127.") for each in found for address in each["listens"])
     assert not list(tmp_path.iterdir()), "one node needs no note"
+
+
+@launchers
+@pytest.mark.skipif(CORES < 2, reason="needs 2 cores")
+@pytest.mark.parametrize(
+    ("num", "options", "threads"),
+    [(1, [], CORES), (2, [], CORES // 2), (1, ["--bind-to", "core"], 1)],
+    ids=["one rank", "two ranks", "bound on request"],
+)
+def test_no_core_is_idle_unless_it_was_asked_for(
+    launcher: str, num: int, options: list[str], threads: int, tmp_path: Path
+) -> None:
+    """Open MPI binds up to two ranks to a core each, which is no wish of the user; Hydra binds nothing by itself."""
+    if options and launcher == "hydra":
+        options = ["-bind-to", "core"]
+    run = subprocess.Popen(
+        [*here(launcher, num), *options, *MEMBER], env=of_home(tmp_path, ""), cwd=tmp_path, text=True,
+        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    done = finish(run, 90)
+    assert done.returncode == 0, done.stdout
+    found = members(done.stdout)
+    assert [each["threads"] for each in found] == [threads] * num, done.stdout
+    assert all(len(each["cpus"]) >= threads for each in found)
+    assert done.stdout.count(" a rank (") == 1, "said once"
 
 
 # ---- over two hosts

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from guozhuang.world import machine
 from tests.hosts import slurm
 from tests.hosts.member import members
 from tests.hosts.slurm import Cluster, finish
@@ -45,6 +46,14 @@ def test_a_step_over_two_nodes(cluster: Cluster) -> None:
     assert f"127.0.0.1:{found[0]['ports'][0]}" in found[0]["listens"]
     assert 12000 <= found[0]["ports"][0] < 12200
     assert ["guozhuang door" in each["doors"] for each in found] == [True, False, False]
+
+
+@pytest.mark.parametrize(("each", "threads"), [(1, 1), (4, min(machine.usable_cores(), 4))])
+def test_a_task_computes_with_the_cpus_it_was_given(cluster: Cluster, each: int, threads: int) -> None:
+    """This Slurm binds nothing, so a task may run on all cores of the machine; it takes as many as it asked for."""
+    done = cluster.run(["srun", "-N1", "-n1", f"-c{each}", "env", "-u", "OMP_NUM_THREADS", *MEMBER.split()])
+    assert done.returncode == 0, done.stdout
+    assert [each["threads"] for each in members(done.stdout)] == [threads], done.stdout
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from guozhuang.check import facts as real_facts
 from guozhuang.check import measure
+from guozhuang.check.facts import with_threads
 from guozhuang.check.results import (
     OTHER_VERSION,
     Absence,
@@ -316,6 +317,13 @@ def test_memlock_matters_only_to_those_who_lock() -> None:
 def test_ranks_that_are_bound_to_cores_of_their_own_do_not_share_them() -> None:
     results = with_facts(cluster(1, 2), *(facts(r, 0, cores=(r,), num_threads=1) for r in range(2)))
     assert judge(results) == ()
+
+
+def test_threads_that_nobody_chose_are_those_that_init_will_choose() -> None:
+    """Without a choice each of two ranks on 8 cores would begin with 8 threads; a user's number, and a GPU's rank, keep it."""
+    told = [facts(rank, 0, num_threads=8, threads_by=by) for rank, by in enumerate(("", "OMP_NUM_THREADS"))]
+    gpu = facts(2, 1, device="cuda:0", num_threads=8, threads_by="")
+    assert [each.resources.num_threads for each in with_threads([*told, gpu])] == [4, 8, 8]
 
 
 def test_devices() -> None:

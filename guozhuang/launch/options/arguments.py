@@ -77,6 +77,13 @@ def parser() -> argparse.ArgumentParser:
         "its ranks).",
     )
     add(
+        "--bind",
+        choices=["auto", "cores", "numa", "off"],
+        metavar="WHAT",
+        help="What ranks that compute on CPUs are bound to: cores of their own, numa (the NUMA nodes of these), off, or auto "
+        "(the default: numa where there are several nodes, else off).",
+    )
+    add(
         "--servers",
         type=int,
         metavar="K",

@@ -16,7 +16,6 @@ from guozhuang.launch.options import nodes, plan_file, script
 from guozhuang.launch.options import torchrun as torchrun_options
 from guozhuang.launch.options.torchrun import RENDEZVOUS_DEFAULTS
 from guozhuang.net import interfaces
-from guozhuang.world import machine
 from guozhuang.world.identity import LaunchedNode
 from guozhuang.world.requests import (
     CHECKPOINT_EVERY,
@@ -25,6 +24,7 @@ from guozhuang.world.requests import (
     hang_timeout,
     requested_secret,
 )
+from guozhuang.world.threads.settle import available_cores
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         # Torch's default is the host name, which need not resolve; no other node has to reach this one.
         found.local_addr = found.local_addr or "localhost"
     variables: dict[str, str] = {}
-    num_cores = machine.usable_cores()
+    num_cores = available_cores(environ)
     if found.threads_per_rank is not None:
         if found.threads_per_rank < 1:
             what = "--threads-per-rank is a count of threads, at least 1"
@@ -119,6 +119,8 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         num_threads = max(1, num_cores // num_local_ranks)
         variables["OMP_NUM_THREADS"] = str(num_threads)
         chosen.append(f"OMP_NUM_THREADS={num_threads} ({num_cores} cores / {num_local_ranks} ranks)")
+    if found.bind is not None:
+        variables["GUOZHUANG_BIND"] = found.bind
     if found.strategy is not None:
         _check_strategy(found.strategy, num_local_ranks, most_nodes)
         variables["GUOZHUANG_STRATEGY"] = found.strategy
