@@ -127,11 +127,14 @@ class _State(_StandIn):
         ):
             timeout = options.pop("timeout", None)
             limit = {} if timeout is None else {"timeout_s": timeout.total_seconds()}
+            asked = options.pop("backend", None)
             # Accelerate calls no backend by a name that it does not know: the group is there when it looks.
-            world = init(options.pop("backend", None), "cpu" if cpu else None, **limit)
+            world = init(None if prepared.is_gone(asked) else asked, "cpu" if cpu else None, **limit)
             cpu = world.device.type == "cpu"
             super().__init__(cpu, **options)  # type: ignore[call-arg]
             self.backend = dist.get_backend()
+            if prepared.is_gone(asked):
+                prepared.say_once(f"backend {asked} is not installed; the group is one of {self.backend}")
             return
         super().__init__(cpu, **options)  # type: ignore[call-arg]
 
