@@ -61,7 +61,7 @@ class Contender:
             launch += ["--num_processes", str(options.ranks)]
         address = str(folder / f"{name}-{size}")
         self._log = folder / f"{name}-{size}.log"
-        told = ["--model", size, "--batch_size", str(options.batch_size), "--pad_to_max_length", "--epochs", "1000"]
+        told = ["--model", size, "--batch_size", str(options.batch_size), "--pad_to_max_length", "--epochs", "1"]
         script = str(Path(__file__).with_name("accelerate_rank.py"))
         words = [sys.executable, *launch, script, address, str(data), *told]
         self._listener = Listener(address, "AF_UNIX")
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4, help="samples of a rank in a step")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, help=f"of a turn (default: {STEPS})")
-    parser.add_argument("--warm-up", type=int, default=4, help="steps before the first round")
+    parser.add_argument("--warm-up", type=int, default=8, help="steps before the first round")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = {}
