@@ -181,10 +181,14 @@ def _made(package: str, **options: Any) -> Any:
 
 
 def _allow_name(arguments: Any) -> None:
-    """Let the command lines of scripts that take transformers' TrainingArguments have ``--ddp_backend shm``."""
+    """Let the command lines of scripts that take transformers' TrainingArguments have ``--ddp_backend shm``.
+
+    Where a strategy is asked for they may go on saying ``ccl``, which transformers has dropped: the group is one of "shm" then.
+    """
     choices = arguments.__dataclass_fields__["ddp_backend"].metadata.get("choices")
-    if isinstance(choices, list) and "shm" not in choices:
-        choices.append("shm")
+    if isinstance(choices, list):
+        names = ("shm", "ccl") if os.environ.get("GUOZHUANG_STRATEGY") else ("shm",)
+        choices += [name for name in names if name not in choices]
 
 
 def _serve_launcher(found: Any) -> None:

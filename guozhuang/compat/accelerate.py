@@ -123,15 +123,23 @@ class _State(_StandIn):
             not self.initialized
             and (_strategy() is not None or options.get("backend") == "shm")
             and "init_method" not in options
-            and prepared.is_one_of_several()
+            and _is_one_of_several()
         ):
             timeout = options.pop("timeout", None)
             limit = {} if timeout is None else {"timeout_s": timeout.total_seconds()}
+            asked = options.pop("backend", None)
             # Accelerate calls no backend by a name that it does not know: the group is there when it looks.
-            world = init(options.pop("backend", None), "cpu" if cpu else None, **limit)
+            world = init(None if prepared.is_gone(asked) else asked, "cpu" if cpu else None, **limit)
             cpu = world.device.type == "cpu"
+            # The launchers that Accelerate knows tell it these; of srun it knows nothing.
+            told = {"RANK": world.rank, "WORLD_SIZE": world.size}
+            told |= {"LOCAL_RANK": world.local_rank, "LOCAL_WORLD_SIZE": world.local_size}
+            for name, number in told.items():
+                os.environ.setdefault(name, str(number))
             super().__init__(cpu, **options)  # type: ignore[call-arg]
             self.backend = dist.get_backend()
+            if prepared.is_gone(asked):
+                prepared.say_once(f"backend {asked} is not installed; the group is one of {self.backend}")
             return
         super().__init__(cpu, **options)  # type: ignore[call-arg]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from guozhuang.compat.prepared import say_once
+from guozhuang.compat.prepared import is_gone, say_once
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.world import backend_of_cpu_ranks
 
@@ -27,8 +27,12 @@ def wrapper_for(asked: type) -> type:
 
 
 def init_process_group(theirs: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Make the default group as ``theirs`` does, with "shm" in the place of gloo where all ranks are on this node."""
-    asked = args[0] if args else options.get("backend")
+    """Make the default group as ``theirs`` does, with "shm" in the place of gloo where all ranks are on this node.
+
+    A backend for CPUs that is no more is taken for gloo.
+    """
+    given = args[0] if args else options.get("backend")
+    asked = "gloo" if is_gone(given) else given
     size, local_size = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     ours, why = "", "the ranks are on several nodes"
     if size == local_size and size.isdigit():
@@ -38,8 +42,9 @@ def init_process_group(theirs: Callable[..., None], *args: Any, **options: Any) 
         args = (backend, *args[1:])
     else:
         options["backend"] = backend
-    if backend != asked:
-        say_once(f"the script's group of backend {asked or 'gloo'} is one of {backend}: {why}")
+    if backend != given:
+        said = why if asked == given else f"{given} is not installed; {why}"
+        say_once(f"the script's group of backend {given or 'gloo'} is one of {backend}: {said}")
     elif _with("shm", asked) != asked:
         say_once(f"the script's group keeps its backend {asked or 'gloo'}: {why}")
     theirs(*args, **options)

@@ -47,6 +47,11 @@ def is_one_of_several() -> bool:
     return "RANK" in os.environ and text.isdigit() and int(text) > 1
 
 
+def is_gone(backend: object) -> bool:
+    """Return whether a backend is oneCCL's for CPUs, and its bindings for PyTorch, which have ended, have not registered it."""
+    return str(backend).lower() in ("ccl", "cpu:ccl") and "ccl" not in dist.Backend.backend_list
+
+
 @contextmanager
 def as_equal(model: nn.Module) -> Iterator[None]:
     """Let code that would copy rank 0's weights to all ranks leave out a model whose weights a strategy keeps equal."""

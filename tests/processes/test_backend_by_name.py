@@ -18,10 +18,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=sys.argv[1])])
-assert dist.get_backend() == accelerator.state.backend == sys.argv[1] and accelerator.num_processes == 2
+assert dist.get_backend() == accelerator.state.backend == "shm" and accelerator.num_processes == 2
 rank = accelerator.process_index
 model = accelerator.prepare(torch.nn.Linear(2, 2))
-assert type(model) is torch.nn.parallel.DistributedDataParallel
+assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
 model(torch.full((1, 2), float(rank))).sum().backward()
 assert model.module.weight.grad.tolist() == [[0.5, 0.5]] * 2
 assert accelerator.gather(torch.tensor([rank])).tolist() == [0, 1]
@@ -41,7 +41,7 @@ class Model(torch.nn.Module):
         return {"loss": ((out - labels) ** 2).mean(), "logits": out}
 
 (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-assert dist.get_backend() == arguments.ddp_backend
+assert dist.get_backend() == arguments.ddp_backend.replace("ccl", "shm")
 rows = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
 torch.manual_seed(0)
 trainer = Trainer(Model(), arguments, train_dataset=[{"x": x, "labels": x.sum()} for x in rows])
@@ -60,12 +60,21 @@ def test_accelerate_takes_shm_by_name(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_script_for_oneccl_trains_on_shm_where_a_strategy_is_asked_for(tmp_path: Path) -> None:
+    script = write(tmp_path, ACCELERATE)
+    done = guozhuang("run", "-np", 2, "--strategy", "ddp", script, "ccl", folder=tmp_path, timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("backend ccl is not installed; the group is one of shm") == 1, done.stderr
+
+
 def test_the_trainer_takes_shm_by_name(tmp_path: Path) -> None:
     script, weights = write(tmp_path, TRAINER), {}
-    for backend in ("gloo", "shm"):
-        words = ["run", "-np", 2, script, *OPTIONS, "--ddp_backend", backend]
+    for backend in ("gloo", "shm", "ccl"):
+        chosen = ["--strategy", "ddp"] if backend == "ccl" else []
+        words = ["run", "-np", 2, *chosen, script, *OPTIONS, "--ddp_backend", backend]
         done = guozhuang(*words, folder=tmp_path, timeout_s=120)
         assert done.returncode == 0, done.stderr
         weights[backend] = torch.load(tmp_path / f"{backend}.pt")
     for name, weight in weights["gloo"].items():
-        torch.testing.assert_close(weights["shm"][name], weight)
+        for backend in ("shm", "ccl"):
+            torch.testing.assert_close(weights[backend][name], weight)

@@ -24,7 +24,7 @@ if "shm" in sys.argv:
 elif "mesh" in sys.argv:
     init_device_mesh("cpu", (2,))
 else:
-    init_process_group("gloo")
+    init_process_group("ccl" if "ccl" in sys.argv else "gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
@@ -51,15 +51,18 @@ def test_a_plain_script_trains_by_our_class_over_shm_and_to_the_same_weights(tmp
         ("--replace-ddp", script, "ours.pt"),
         ("--replace-ddp", script, "m.pt", "mesh"),
         (script, "named.pt", "shm"),
+        ("--replace-ddp", script, "ccl.pt", "ccl"),
     )
     done = [guozhuang("run", "-np", 2, *words, folder=tmp_path) for words in cases]
-    assert [each.returncode for each in done] == [0] * 4, done
+    assert [each.returncode for each in done] == [0] * 5, done
     assert torch.load(tmp_path / "named.pt")[1:3] == ["torch", "shm"]  # the backend alone, by its name
     theirs, ours, mesh = (torch.load(tmp_path / name) for name in ("theirs.pt", "ours.pt", "m.pt"))
     assert theirs[1:3] == ["torch", "gloo"] and "guozhuang" not in theirs[3]
     assert ours[1:3] == mesh[1:3] == ["guozhuang", "shm"]
     assert list(ours[0]) == list(theirs[0]) and all(torch.equal(ours[0][name], theirs[0][name]) for name in ours[0])
     assert "guozhuang:" not in done[0].stderr
+    assert torch.load(tmp_path / "ccl.pt")[1:3] == ["guozhuang", "shm"]
+    assert done[4].stderr.count("of backend ccl is one of shm: ccl is not installed; 2 ranks on one node") == 1, done[4]
     said = [line for line in done[1].stderr.splitlines() if "guozhuang: the script" in line]
     assert len(said) == 2 and "gloo is one of shm" in said[0] and "DistributedDataParallel is Guozhuang's" in said[1]
 
