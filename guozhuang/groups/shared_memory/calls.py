@@ -59,7 +59,7 @@ class CollectiveCalls(VerbGroup):
         operations: the collectives on shared memory.
         others: groups for tensors on other devices.
         timeout_s: limit of each call whose options have none.
-        crowded: whether ranks outnumber cores; then waits sleep at once.
+        crowded: whether ranks outnumber cores; then waits offer the core before each look.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class SharedMemoryGroup(CollectiveCalls, OwnBackend):
         size: number of ranks.
         timeout: limit of each collective, from its beginning on this rank, and of the creation of the group.
         num_neighbours: the number of the job's ranks on this node, if larger than this group: if ranks outnumber the cores,
-            waiting ranks sleep at once.
+            waiting ranks offer the core to the others before each look.
         processes: the process of each rank, if known, so that a rank that ended is named at once.
         invited: this rank's listener and the cards of all ranks, where they were exchanged before.
 

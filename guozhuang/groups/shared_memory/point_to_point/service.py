@@ -70,7 +70,7 @@ class PointToPoint:
         peers: the other ranks; must outlive this object.
         timeout_s: limit of each transfer, from its call, in seconds.
         failure: returns the error that broke the group for this rank, once its control page is marked as broken.
-        crowded: whether ranks outnumber cores; then waits sleep at once.
+        crowded: whether ranks outnumber cores; then waits offer the core before each look.
         reads: whether ranks read large payloads from each other's memory, where that works.
     """
 
