@@ -11,8 +11,7 @@ A number of threads or a placement that a user chose stays. One core counts once
 second thread on it adds little to matrix products, and PyTorch built with MKL counts in the same way.
 
 Ranks are bound to cores where asked, and by default only where their cores lie on several NUMA nodes, to whole nodes: memory
-stays near. Inside a node a rank that may run anywhere finds an idle core, and a bound one waits behind whatever else runs on
-its own (``benchmarks/threads.py`` measures both).
+stays near. Inside a node binding gained too little to be a default (``benchmarks/threads.py`` measures it).
 """
 
 from __future__ import annotations
