@@ -135,13 +135,12 @@ class Attendant:
             self.lock.release()
         return found
 
-    def attend(self, is_done: Callable[[], bool], limit_s: float, spins: bool = True) -> None:
+    def attend(self, is_done: Callable[[], bool], limit_s: float) -> None:
         """Process in this thread until ``is_done()``, at most ``limit_s`` seconds; return at once if another thread does.
 
         Args:
             is_done: whether what is waited for has come.
             limit_s: the longest wait, in seconds.
-            spins: whether to look for messages before sleeping.
 
         Raises:
             BaseException: what a signal's handler raises in this thread.
@@ -157,7 +156,7 @@ class Attendant:
         try:
             self._attending = threading.get_ident()
             self._skips = max(self._skips - 1, 0)
-            spin_s = 0.0 if self._skips or not spins else self._spin_s
+            spin_s = 0.0 if self._skips else self._spin_s
             while not is_done() and not self._has_ended() and now < begin + limit_s:
                 if now >= begin + spin_s:
                     self._call(self._poll(poller, begin + limit_s - now))

@@ -235,8 +235,9 @@ def misaligned(rank: int, n: int) -> None:
     for num in (100, 100_000):
         memory = bytearray(4 * num + 1)
         tensor = torch.frombuffer(memory, dtype=torch.float32, offset=1, count=num).fill_(rank)
-        dist.all_reduce(tensor)
-        assert torch.equal(tensor, torch.full((num,), float(sum(range(n)))))
+        for _ in range(8):  # also when the same call comes again
+            dist.all_reduce(tensor.fill_(rank))
+            assert torch.equal(tensor, torch.full((num,), float(sum(range(n)))))
         output = torch.zeros(n * num)
         dist.all_gather_into_tensor(output, tensor)
         dist.reduce_scatter_tensor(tensor.fill_(rank), output)

@@ -21,11 +21,27 @@ typedef struct {
     int running;
 } engine;
 
+/* Whether the ranks whose memory was read in a round still wait in this operation. One that gave up may have changed its memory
+   meanwhile, and says that it gave up first. Before this rank's next arrival none can have gone on. */
+static int is_read_whole(const gz_program *program, long long round, gz_group *group) {
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    for (size_t i = 0; i < program->num_streams; i++) {
+        const gz_stream *s = &program->streams[i];
+        if (s->kind != GZ_READ || round < s->stage || round - s->stage >= s->num_chunks) continue;
+        if (gz_read(group, s->dtype, GZ_STATE_OFFSET) == GZ_ALIVE) continue;
+        group->culprits[0] = s->dtype;
+        group->num_culprits = 1;
+        return 0;
+    }
+    return 1;
+}
+
 /* Without the GIL. */
 static int run_program(engine *self, int begins, int64_t deadline_ns, int64_t spin_ns) {
     for (long long round = 0; round < self->program.num_rounds; round++) {
         const int unread = gz_program_work(&self->program, round, self->group.pids, self->group.size);
         if (unread >= 0) return gz_why_unread(&self->group, unread);
+        if (!is_read_whole(&self->program, round, &self->group)) return GZ_BROKEN;
         if (round == self->program.num_rounds - 1 && !self->program.trailing_barrier) break;
         int status = gz_barrier(&self->group, deadline_ns, spin_ns);
         if (status == GZ_OK && begins && round == 0) status = gz_compare(&self->group);

@@ -44,7 +44,7 @@ typedef struct {
 typedef struct {
     _Alignas(64) uint64_t written;
     int64_t number; /* of the payload that is written now; stored before its first bytes */
-    uint64_t retracted; /* how many sends the writer has given up. See [Note: reading payloads] in service.py */
+    uint64_t retracted; /* how many sends the writer has given up. See [Note: reading payloads] in messages.py */
     _Alignas(64) uint64_t read;
     _Alignas(64) uint32_t blocked;
 } ring;
@@ -283,6 +283,13 @@ static void drop(mail *self, int peer, ring *from, const header *head) {
     wake_if(self, peer, &from->blocked);
 }
 
+/* Whether a rank other than the peer has a message, which must not wait for ever behind the peer's. */
+static int others_wait(const mail *self, int peer) {
+    for (int other = 0; other < self->size; other++)
+        if (other != peer && has_message(self, other)) return 1;
+    return 0;
+}
+
 /* Copy from a peer's memory. Whether all that was copied is what the send had. */
 static int fetch(const mail *self, int peer, void *to, uint64_t num_bytes, uint64_t source, uint64_t retracted) {
     const ring *of_peer = ring_of(self, PAYLOADS, peer, self->rank);
@@ -304,7 +311,7 @@ static PyObject *mail_confirm(PyObject *object, PyObject *const *args, Py_ssize_
     look(self, (int64_t)(limit_s * 1e9));
     Py_END_ALLOW_THREADS
     ring *from = next_of(self, peer, &head);
-    if (from == NULL || head.kind != given[1] || head.numbers[0] != given[2]) Py_RETURN_FALSE;
+    if (from == NULL || head.kind != given[1] || head.numbers[0] != given[2] || others_wait(self, peer)) Py_RETURN_FALSE;
     drop(self, peer, from, &head);
     Py_RETURN_TRUE;
 }
@@ -316,7 +323,7 @@ static int receive(mail *self, const long long *given, int64_t limit_ns) {
     const uint64_t num_bytes = (uint64_t)given[5], room = room_of(self, MESSAGES);
     ring *back = ring_of(self, MESSAGES, self->rank, peer);
     header head, answer = {.num_bytes = sizeof answer, .kind = DONE};
-    if (!look(self, limit_ns)) return 0;
+    if (!look(self, limit_ns) || others_wait(self, peer)) return 0;
     ring *from = next_of(self, peer, &head);
     if (from == NULL || (head.kind != OFFER && head.kind != APART) || head.numbers[1] != given[1] || head.dtype != given[2] ||
         head.numbers[2] != given[3] || back->written + sizeof answer - __atomic_load_n(&back->read, __ATOMIC_ACQUIRE) > room)

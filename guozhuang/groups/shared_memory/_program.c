@@ -9,7 +9,6 @@
 
 #include "_reduce.h"
 
-enum { COPY, REDUCE, READ }; /* Kind */
 #define LONGEST_READ_BYTES (1u << 30) /* of one system call */
 #define RING_SLOTS 3
 
@@ -34,7 +33,7 @@ int gz_integer(PyObject *object, long long *value) {
 
 static int read_places(gz_program *program, PyObject *tuple, const gz_stream *s) {
     if (!PyTuple_Check(tuple)) return gz_invalid("dsts and srcs must be tuples of Place");
-    const long long element = s->kind == REDUCE ? (long long)gz_element_bytes(s->dtype) : 1;
+    const long long element = s->kind == GZ_REDUCE ? (long long)gz_element_bytes(s->dtype) : 1;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++) {
         PyObject *item = PyTuple_GET_ITEM(tuple, i);
         if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2) return gz_invalid("dsts and srcs must be tuples of Place");
@@ -64,10 +63,10 @@ static int read_stream(gz_program *program, PyObject *tuple) {
         return -1;
     s->scale = PyFloat_AsDouble(PyTuple_GET_ITEM(tuple, 8));
     if (s->scale == -1.0 && PyErr_Occurred()) return -1;
-    if (kind != COPY && kind != REDUCE && kind != READ) return gz_invalid("no such kind of stream");
+    if (kind != GZ_COPY && kind != GZ_REDUCE && kind != GZ_READ) return gz_invalid("no such kind of stream");
     if (s->stage < 0 || s->num_bytes < 0 || s->chunk_bytes <= 0)
         return gz_invalid("stage and num_bytes must not be negative, chunk_bytes must be positive");
-    if (kind == REDUCE) {
+    if (kind == GZ_REDUCE) {
         const char *refused = gz_reduce_refused(dtype, op, s->scale);
         if (refused) return gz_invalid(refused);
         const long long element = (long long)gz_element_bytes(dtype);
@@ -83,7 +82,7 @@ static int read_stream(gz_program *program, PyObject *tuple) {
     s->num_dsts = program->num_places - s->first_place;
     if (read_places(program, PyTuple_GET_ITEM(tuple, 5), s) < 0) return -1;
     s->num_srcs = program->num_places - s->first_place - s->num_dsts;
-    if (s->num_dsts == 0 || s->num_srcs == 0 || (kind != REDUCE && (s->num_dsts != 1 || s->num_srcs != 1)))
+    if (s->num_dsts == 0 || s->num_srcs == 0 || (kind != GZ_REDUCE && (s->num_dsts != 1 || s->num_srcs != 1)))
         return gz_invalid("a copy or read has one dst and one src, a reduction at least one of each");
     program->num_streams++;
     return 0;
@@ -134,10 +133,10 @@ static int work_on_chunk(const gz_program *program, const gz_stream *s, long lon
     for (size_t i = 0; i < s->num_dsts + s->num_srcs; i++)
         at[i] = (unsigned char *)(uintptr_t)(places[i].base +
                                              (places[i].ring_bytes ? chunk % RING_SLOTS * places[i].ring_bytes : done));
-    if (s->kind == REDUCE)
+    if (s->kind == GZ_REDUCE)
         gz_reduce(at, s->num_dsts, at + s->num_dsts, s->num_srcs, num_bytes / gz_element_bytes(s->dtype), s->dtype, s->op,
                   s->scale);
-    else if (s->kind == READ)
+    else if (s->kind == GZ_READ)
         return s->dtype >= 0 && s->dtype < num_ranks &&
                gz_read_process(pids[s->dtype], at[0], (uint64_t)(uintptr_t)at[1], num_bytes) == 0;
     else if (at[0] != at[1])

@@ -6,6 +6,8 @@
 #include <Python.h>
 #include <sys/types.h>
 
+enum { GZ_COPY, GZ_REDUCE, GZ_READ }; /* StreamKind */
+
 typedef struct {
     long long base, ring_bytes;
 } gz_place;

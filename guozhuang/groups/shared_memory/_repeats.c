@@ -5,7 +5,7 @@
    training script makes the same small calls in every step. So the job of a call is stored under everything that it depends
    on: the kind of the call, the one-shot area whose turn it is, the operation or the root, and of each tensor the address, the
    number of elements and the dtype. Each call reads all of these again, and whether its tensors are plain: of the class Tensor
-   itself, in the memory of the CPU, contiguous, neither conjugated nor negated, and not over each other, so that no copy of them
+   itself, in the memory of the CPU, aligned, contiguous, neither conjugated nor negated, and not over each other, so that no copy of them
    is needed. A call that is not like that, that has a time-out of its own, or that is asynchronous has no key, and whatever
    raises while its arguments are read has none either: the ordinary way then raises what is right.
 
@@ -79,7 +79,7 @@ static int read_tensor(const repeats *self, PyObject *tensor, key *to, int place
         !returns(tensor, IS_NEG, Py_False) || !returns(tensor, IS_CONJ, Py_False) ||
         !number(PyObject_CallMethodNoArgs(tensor, names[DATA_PTR]), &address) || address == 0 ||
         !number(PyObject_CallMethodNoArgs(tensor, names[NUMEL]), &to->lengths[place]) ||
-        !number(PyObject_GetAttr(tensor, names[ITEMSIZE]), &itemsize))
+        !number(PyObject_GetAttr(tensor, names[ITEMSIZE]), &itemsize) || itemsize <= 0 || address % itemsize)
         return 0;
     PyObject *dtype = PyObject_GetAttr(tensor, names[DTYPE]);
     Py_XDECREF(dtype);

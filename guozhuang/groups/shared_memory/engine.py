@@ -170,7 +170,7 @@ class Mail(Protocol):
         """Return how many sends to a peer this rank has given up."""
 
     def retract(self, peer: int, /) -> None:
-        """Count a send to a peer as given up. See [Note: reading payloads] in service.py."""
+        """Count a send to a peer as given up. See [Note: reading payloads] in messages.py."""
 
     def stop(self, peer: int, is_push: int, number: int, /) -> None:
         """End a push (1) or pull (0) of this number, if it is under way; what it has left in between is skipped later."""

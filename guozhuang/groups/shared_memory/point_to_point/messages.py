@@ -1,4 +1,10 @@
-"""The messages of sends and receives between two ranks, and the queue of those that there is no room for."""
+"""The messages of sends and receives between two ranks, and the queue of those that there is no room for.
+
+[Note: reading payloads] Where ranks can read each other's memory, a payload of 16 KiB to 4 MiB is not sent: the offer says
+where it lies, and the receiver copies it from there. A sender that gives a send up counts that, in memory that both map, before
+the tensor is handed back; the receiver looks at this count after it has copied, and if it is not that of the offer it requests
+the payload. Larger payloads go through the ring, where both ranks copy at the same time.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +33,7 @@ APART: Final = 6
 PULLED: Final = 128  # on the receiver: number of the send whose payload has arrived
 MOST_ALONG_BYTES: Final = 256 << 10  # a payload up to this size is sent with its offer: it waits for nobody
 MOST_ALONG_OF_READERS_BYTES: Final = 16 << 10  # the same where ranks read larger payloads from each other's memory
+MOST_READ_BYTES: Final = 4 << 20  # larger payloads go through the ring: there both ranks copy at the same time
 PLACE: Final = struct.Struct("=QQ")  # the payload of an APART
 _PAUSE_S: Final = 0.01
 

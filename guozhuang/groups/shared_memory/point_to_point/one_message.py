@@ -41,7 +41,7 @@ class OneMessage:
     def look(self, transfer: Transfer, spin_s: float) -> bool:
         """Look for the message that ends a transfer for at most so many seconds; if it comes end the transfer, return True."""
         peer, under_way, new = transfer.peer, self._under_way, self._new
-        if peer is None or self._outbox.has(peer):
+        if peer is None or transfer.has_ended() or self._outbox.has(peer):  # after it has ended the memory may be gone
             return False
         if transfer.is_send:
             number = transfer.number

@@ -7,10 +7,6 @@ that reads nothing blocks only its own pair; large payloads of one pair move one
 wakes a rank that sleeps, and tells that the other end is closed. A send ends when the receiver has all of it, as the receiver
 may refuse it until then; so, as with gloo, a send waits for its receive.
 
-[Note: reading payloads] Where ranks can read each other's memory, a large payload is not sent: the offer says where it lies,
-and the receiver copies it from there. A sender that gives a send up counts that, in memory that both map, before the tensor is
-handed back; the receiver looks at this count after it has copied, and if it is not that of the offer it requests the payload.
-
 [Note: one thread at a time] All state but the queue of new transfers is used under one lock, without blocking; see
 [Note: who waits attends] in groups/attending.py. When a peer is gone, the messages that it had sent are processed first; then
 all other transfers with it fail. A receive from any rank fails when a rank died (that may have been its sender), not when
@@ -122,12 +118,7 @@ class PointToPoint:
     ) -> Transfer:
         """Start sending a CPU tensor, which must not change until the transfer has ended.
 
-        Args:
-            tensor: the tensor.
-            dst: the rank that receives it.
-            tag: the receive must have the same.
-            timeout_s: its limit in seconds; None: the limit of all transfers.
-            memory: address, number of elements and bytes of the tensor if it is plain; None: not known.
+        ``timeout_s`` is its limit in seconds; None: the limit of all transfers. ``memory``: if the tensor is known to be plain.
 
         Raises:
             UsageError: no such rank, or this rank itself; or a tag that is not a 64-bit number.
@@ -136,12 +127,7 @@ class PointToPoint:
         return self._begin(True, tensor, dst, tag, timeout_s, memory)
 
     def recv(
-        self,
-        tensor: Tensor,
-        src: int | None,
-        tag: int,
-        timeout_s: float | None = None,
-        memory: Memory | None = None,
+        self, tensor: Tensor, src: int | None, tag: int, timeout_s: float | None = None, memory: Memory | None = None
     ) -> Transfer:
         """Start receiving into a CPU tensor from ``src``; None: from the first rank to send with this tag. Else as ``send``."""
         return self._begin(False, tensor, src, tag, timeout_s, memory)
@@ -187,9 +173,11 @@ class PointToPoint:
 
     def _attend(self, transfer: Transfer, limit_s: float) -> None:
         """Process what arrives in this thread until a transfer has ended. See [Note: the one message] in one_message.py."""
-        if not self._attendant.look(partial(self._one_message.look, transfer)):
+        if not self._attendant.look(partial(self._look, transfer)):
             self._begin_now(transfer)
-            self._attendant.attend(transfer.has_ended, limit_s, spins=False)
+            self._attendant.attend(transfer.has_ended, limit_s)
+        elif not self._under_way.is_empty:  # others may have timed out meanwhile
+            self._attendant.attend_now()
 
     def _broken(self) -> BaseException:
         """Return a fresh copy of the error of this rank's broken group; a shared one's traceback would keep tensors alive."""
@@ -212,6 +200,7 @@ class PointToPoint:
             for transfer in (*self._new, *self._under_way.all()):
                 self._retract(transfer)
                 transfer.end(self._failure or self._world_error(*_DESTROYED))
+            self._new.clear()
 
     def _turn(self, ready: Set[int] | None) -> float:
         """Process everything that is ready; return for how many seconds nothing else needs to be looked at."""
@@ -220,18 +209,32 @@ class PointToPoint:
         try:
             return self._process(ready)
         except BaseException as unexpected:
-            what = f"sends and receives ended after {type(unexpected).__name__}: {unexpected}"
-            error = self._world_error(what, "mend the cause and make a new group")
-            error.__cause__ = unexpected
-            for _, channel in self._channels:  # peers that wait for this rank then fail too
-                with contextlib.suppress(OSError):
-                    channel.shutdown(socket.SHUT_RDWR)
-            with self._closing:
-                self._failure, self._is_closed = error, True
-                self._attendant.wake()
+            self._fall_over(unexpected)
             if not isinstance(unexpected, Exception):
                 raise  # a signal's handler raised it in the waiting thread
             return 0.0
+
+    def _look(self, transfer: Transfer, spin_s: float) -> bool:
+        """Look for the one message that ends a transfer."""
+        try:
+            return self._one_message.look(transfer, spin_s)
+        except (
+            BaseException
+        ) as unexpected:  # of a signal's handler, too: the message may be gone, and the transfer not ended
+            self._fall_over(unexpected)
+            raise
+
+    def _fall_over(self, unexpected: BaseException) -> None:
+        """End all sends and receives because of an error."""
+        what = f"sends and receives ended after {type(unexpected).__name__}: {unexpected}"
+        error = self._world_error(what, "mend the cause and make a new group")
+        error.__cause__ = unexpected
+        for _, channel in self._channels:  # peers that wait for this rank then fail too
+            with contextlib.suppress(OSError):
+                channel.shutdown(socket.SHUT_RDWR)
+        with self._closing:
+            self._failure, self._is_closed = error, True
+            self._attendant.wake()
 
     def _process(self, ready: Set[int] | None) -> float:
         now = time.monotonic()
@@ -278,7 +281,7 @@ class PointToPoint:
             self._under_way.sends[transfer.number] = transfer
             numbers = transfer.number, transfer.tag, transfer.num_elements
             kind, address, num_bytes = messages.OFFER, transfer.address, transfer.num_bytes
-            if num_bytes > self._along_bytes and self._reads:
+            if self._along_bytes < num_bytes <= messages.MOST_READ_BYTES and self._reads:
                 messages.PLACE.pack_into(self._place, 0, address, self._mail.retracted(transfer.peer))
                 kind, address, num_bytes = messages.APART, ctypes.addressof(self._place), len(self._place)
             elif num_bytes > self._along_bytes:
