@@ -116,15 +116,17 @@ class Attendant:
                 with self.lock:
                     self._call(ready)
 
-    def look(self, first: Callable[[float], bool]) -> bool:
+    def look(self, first: Callable[[float], bool], spin_s: float) -> bool:
         """Before ``attend``: have ``first`` look under ``lock`` for what is waited for, for the seconds that it is given.
+
+        These are ``spin_s``, or 0 after looks in vain.
 
         Returns:
             What ``first`` returns: whether it came. False without a call if the lock is not free.
         """
         if self._attending or not self.lock.acquire(False):
             return False
-        spin_s, found = 0.0 if self._skips else self._spin_s, False
+        spin_s, found = 0.0 if self._skips else spin_s, False
         try:
             self._attending = threading.get_ident()
             found = first(spin_s)

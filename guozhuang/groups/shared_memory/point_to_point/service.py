@@ -92,9 +92,8 @@ class PointToPoint:
         self._failure: BaseException | None = None  # the error that ended it
         self._channels = [(peer, channel) for peer, channel in enumerate(peers.channels) if channel is not None]
         # The next attributes are used under the attendant's lock. See [Note: one thread at a time].
-        self._attendant = Attendant(
-            self._turn, lambda: self._is_closed, _CROWDED_SPIN_S if crowded else _SPIN_S, self._mail
-        )
+        self._look_s = _CROWDED_SPIN_S if crowded else _SPIN_S
+        self._attendant = Attendant(self._turn, lambda: self._is_closed, 0.0 if crowded else _SPIN_S, self._mail)
         for peer, channel in self._channels:
             self._attendant.register(channel.fileno(), select.POLLIN)
             self._attendant.register(peers.pidfds[peer], ended_events(peers.pidfds[peer]))
@@ -173,7 +172,7 @@ class PointToPoint:
 
     def _attend(self, transfer: Transfer, limit_s: float) -> None:
         """Process what arrives in this thread until a transfer has ended. See [Note: the one message] in one_message.py."""
-        if not self._attendant.look(partial(self._look, transfer)):
+        if not self._attendant.look(partial(self._look, transfer), self._look_s):
             self._begin_now(transfer)
             self._attendant.attend(transfer.has_ended, limit_s)
         elif not self._under_way.is_empty:  # others may have timed out meanwhile
