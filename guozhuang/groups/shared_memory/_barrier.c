@@ -81,6 +81,7 @@ void gz_prepare(gz_group *group) {
 void gz_set_state(gz_group *group, uint32_t state) {
     /* See [Note: memory order] (d) */
     __atomic_store_n(word(group, group->rank, GZ_STATE_OFFSET), state, __ATOMIC_RELEASE);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST); /* before this rank changes memory that a peer may still read */
     wake_sleepers(word(group, group->rank, GZ_ARRIVED_OFFSET)); /* so that they look now, not after their slice */
 }
 

@@ -27,7 +27,7 @@ static int is_read_whole(const gz_program *program, long long round, gz_group *g
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     for (size_t i = 0; i < program->num_streams; i++) {
         const gz_stream *s = &program->streams[i];
-        if (s->kind != GZ_READ || round < s->stage || round - s->stage >= s->num_chunks) continue;
+        if (s->kind != GZ_READ || !gz_has_chunk(s, round)) continue;
         if (gz_read(group, s->dtype, GZ_STATE_OFFSET) == GZ_ALIVE) continue;
         group->culprits[0] = s->dtype;
         group->num_culprits = 1;

@@ -149,8 +149,7 @@ int gz_program_work(const gz_program *program, long long round, const pid_t *pid
     int unread = -1;
     for (size_t i = 0; i < program->num_streams && unread < 0; i++) {
         const gz_stream *s = &program->streams[i];
-        if (round >= s->stage && round - s->stage < s->num_chunks &&
-            !work_on_chunk(program, s, round - s->stage, pids, num_ranks))
+        if (gz_has_chunk(s, round) && !work_on_chunk(program, s, round - s->stage, pids, num_ranks))
             unread = s->dtype;
     }
     gz_restore(mode);

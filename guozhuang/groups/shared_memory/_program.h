@@ -43,4 +43,9 @@ int gz_read_process(pid_t pid, void *to, uint64_t from, size_t num_bytes);
 int gz_program_work(const gz_program *program, long long round, const pid_t *pids, int num_ranks);
 void gz_program_free(gz_program *program);
 
+/* Whether a stream has a chunk to process in a round. */
+static inline int gz_has_chunk(const gz_stream *s, long long round) {
+    return round >= s->stage && round - s->stage < s->num_chunks;
+}
+
 #endif

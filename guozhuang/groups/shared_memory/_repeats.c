@@ -5,8 +5,8 @@
    training script makes the same small calls in every step. So the job of a call is stored under everything that it depends
    on: the kind of the call, the one-shot area whose turn it is, the operation or the root, and of each tensor the address, the
    number of elements and the dtype. Each call reads all of these again, and whether its tensors are plain: of the class Tensor
-   itself, in the memory of the CPU, aligned, contiguous, neither conjugated nor negated, and not over each other, so that no copy of them
-   is needed. A call that is not like that, that has a time-out of its own, or that is asynchronous has no key, and whatever
+   itself, in the memory of the CPU, aligned, contiguous, neither conjugated nor negated, and not over each other, so that no
+   copy of them is needed. A call that is not like that, that has a time-out of its own, or that is asynchronous has no key, and whatever
    raises while its arguments are read has none either: the ordinary way then raises what is right.
 
    A job is stored when its key comes for the second time: tensors that are new in each step have keys that never come again. */
@@ -44,9 +44,13 @@ typedef struct {
     entry entries[NUM_ENTRIES];
 } repeats;
 
-enum { ASYNC_OP, TIMEOUT, REDUCE_OP, OP, ROOT_RANK, DEVICE, TYPE, IS_CPU, LAYOUT, DTYPE, DATA_PTR, NUMEL, IS_CONTIGUOUS, IS_NEG, IS_CONJ, ITEMSIZE, NUM_NAMES };
-static const char *const NAMES[NUM_NAMES] = {"asyncOp", "timeout", "reduceOp", "op", "rootRank", "device", "type", "is_cpu", "layout",
-                                             "dtype", "data_ptr", "numel", "is_contiguous", "is_neg", "is_conj", "itemsize"};
+enum {
+    ASYNC_OP, TIMEOUT, REDUCE_OP, OP, ROOT_RANK, DEVICE, TYPE, IS_CPU, LAYOUT, DTYPE, DATA_PTR, NUMEL, IS_CONTIGUOUS, IS_NEG,
+    IS_CONJ, ITEMSIZE, NUM_NAMES
+};
+static const char *const NAMES[NUM_NAMES] = {"asyncOp",  "timeout", "reduceOp",      "op",     "rootRank", "device",
+                                             "type",     "is_cpu",  "layout",        "dtype",  "data_ptr", "numel",
+                                             "is_contiguous", "is_neg", "is_conj", "itemsize"};
 static PyObject *names[NUM_NAMES];
 
 /* ---- reading a call; 0: it has no key, and an exception may be set ---- */

@@ -288,7 +288,7 @@ class CollectiveCalls(VerbGroup):
         if kind is None or (job := self._repeats.find(kind, self._link.turn, args)) is None:
             return None
         first = args[0]
-        done = self._turns.at_once(job, first if type(first) is list else args[:-1][:1])
+        done = self._turns.at_once(job, first if type(first) is list else args[: len(args) > 1])  # a barrier has none
         if done is not None:
             self._num_calls += 1
         return done
@@ -297,16 +297,15 @@ class CollectiveCalls(VerbGroup):
         """Run a prepared call in its turn: before this method returns, or later if the options say ``asyncOp``."""
         run, tensors, what, _ = call
         assert run is not None
-        opts, perform = args[-1], self._operations.perform
+        opts, link = args[-1], self._link
         timeout_s = take_timeout(opts) or self._timeout_s
         self._num_calls += 1
         if opts.asyncOp:
-            return self._turns.later(lambda: perform(run, what, (timeout_s, self._async_spin_us)), tensors, what)
+            return self._turns.later(lambda: link.perform(run, what, (timeout_s, self._async_spin_us)), tensors, what)
         kind = _REPEATED.get(method)
 
         def job() -> None:
-            perform(run, what, (timeout_s, self._sync_spin_us))
-            link = self._link
+            link.perform(run, what, (timeout_s, self._sync_spin_us))
             if kind is not None and link.single is not None:
                 turn = link.turn ^ 1  # that of the operation which has just ended
                 self._repeats.put(kind, turn, tuple(args), partial(link.again, *link.single, turn))
@@ -315,7 +314,7 @@ class CollectiveCalls(VerbGroup):
 
     def _report_refusal(self, verb: str, why: str, options: Any) -> None:
         give_turn = self._turns.later if getattr(options, "asyncOp", False) else self._turns.now
-        give_turn(lambda: self._operations.refuse(verb, why, (self._timeout_s, self._async_spin_us)), [], verb)
+        give_turn(lambda: self._link.refuse(verb, why, (self._timeout_s, self._async_spin_us)), [], verb)
 
     def _reduce(self, tensor: Tensor, root: int | None, opts: Any) -> PreparedCall:
         how = arguments.combining(opts.reduceOp, tensor.dtype, self._size, self._rank)

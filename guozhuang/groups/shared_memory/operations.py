@@ -42,7 +42,7 @@ class Operations:
     """One rank's collectives on shared memory, run through its ``Endpoint``.
 
     Args:
-        link: this rank's endpoint.
+        link: this rank's endpoint, whose ``perform`` runs a call that uses these methods.
         crowded: whether ranks of this node outnumber its cores.
     """
 
@@ -51,8 +51,6 @@ class Operations:
         self._rank, self._size = link.rank, link.size
         self._plans: dict[tuple[object, ...], _ReductionPlan] = {}
         self._numbers = itertools.count()
-        # ``perform`` runs a call that uses the methods below; ``refuse`` is called in place of such a call.
-        self.perform, self.refuse = link.perform, link.refuse
 
     def reduce(self, tensor: Tensor, how: Combining, root: int | None, terms: Terms, among: bytes = b"") -> None:
         """Combine a contiguous tensor of all ranks, in place, on every rank or on ``root`` only.
@@ -127,11 +125,12 @@ class Operations:
         link = self.link
         places = link.meet(what, terms, link.place_of(tensor, is_read=True))
         seen = self._seen(places)
-        if seen is None and (read := link.addresses_to_read(places)) is not None and all(read):
-            link.go_on(collectives.read([(rank, read[rank], piece) for rank, _, piece in taken], moves.kept))
-            return
         if seen is None:
-            self._staged(moves)
+            read = link.addresses_to_read(places)
+            if read is not None and all(read):
+                link.go_on(collectives.read([(rank, read[rank], piece) for rank, _, piece in taken], moves.kept))
+            else:
+                self._staged(moves)
             return
         own = [given.address if rank == self._rank else there for rank, there in enumerate(seen)]
         link.go_on(collectives.fetch(list(zip(own, outputs, strict=True))))

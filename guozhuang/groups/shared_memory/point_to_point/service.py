@@ -1,11 +1,11 @@
 """Sends and receives between two ranks, by messages in memory that both map.
 
 [Note: how a payload travels] The sender offers size, dtype and tag; a small payload is sent with the offer. The receiver
-matches offers with receives, and compares sizes and dtypes before anything is written. Then it reads the small payload, or
-requests the large one, which then moves through a ring of the pair's own: see ``_mail.c``, also for the messages. So a rank
-that reads nothing blocks only its own pair; large payloads of one pair move one after the other. The socket of a pair only
-wakes a rank that sleeps, and tells that the other end is closed. A send ends when the receiver has all of it, as the receiver
-may refuse it until then; so, as with gloo, a send waits for its receive.
+matches offers with receives, and compares sizes and dtypes before anything is written. Then it reads the small payload, one of
+middle size as [Note: reading payloads] in messages.py tells, or requests the large one, which moves through a ring of the
+pair's own: see ``_mail.c``, also for the messages. So a rank that reads nothing blocks only its own pair; large payloads of
+one pair move one after the other. The socket of a pair only wakes a rank that sleeps, and tells that the other end is closed.
+A send ends when the receiver has all of it, which may refuse it until then; so, as with gloo, it waits for its receive.
 
 [Note: one thread at a time] All state but the queue of new transfers is used under one lock, without blocking; see
 [Note: who waits attends] in groups/attending.py. When a peer is gone, the messages that it had sent are processed first; then
