@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from guozhuang.groups.shared_memory.arena import Arena
@@ -47,6 +48,11 @@ def held() -> tuple[int, int, int]:
 @functools.cache
 def a_store() -> dist.Store:
     return dist.PrefixStore("test/", dist.FileStore(os.environ["MEETING_PLACE"]))
+
+
+def where(arena: Arena, tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The segment of a tensor, and its offset there."""
+    return arena.locate(tensor.data_ptr(), tensor.nbytes)
 
 
 def barrier(size: int) -> None:

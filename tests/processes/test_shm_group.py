@@ -312,7 +312,7 @@ def forks(rank: int, n: int) -> None:
     large = group.empty(1_000_000).fill_(rank)
     dist.barrier()
     if rank:  # it is on its way to rank 0 now, which has not taken it
-        place = group._resources.arena.locate(large)
+        place = group._resources.arena.locate(large.data_ptr(), large.nbytes)
         assert place is not None
         group._resources.arena.announce(place[0])
     dist.barrier()

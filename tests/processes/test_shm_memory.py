@@ -32,6 +32,7 @@ from tests.processes.shm_peers import (
     met,
     peer_maps,
     run,
+    where,
     word,
 )
 from tests.processes.shm_ranks import run_shm_ranks
@@ -48,7 +49,7 @@ def shares(rank: int, size: int) -> None:
         assert all(segment.fd == -1 for segment in peers.segments)
         word(peers.segments[rank].address + 4096).value = 100 + rank
         tensor = arena.empty(50_000, torch.float32).fill_(rank)
-        place = arena.locate(tensor[7:])
+        place = where(arena, tensor[7:])
         assert place is not None
         arena.announce(place[0])
         barrier(size)
@@ -263,7 +264,7 @@ def frees(rank: int, size: int) -> None:
         if rank == 0:
             for _ in range(500):  # more than a socket holds, and nobody looks at first
                 tensor = arena.empty(50_000, torch.float32)
-                place = arena.locate(tensor)
+                place = where(arena, tensor)
                 assert place is not None
                 arena.announce(place[0])
                 del tensor
@@ -273,9 +274,9 @@ def frees(rank: int, size: int) -> None:
         else:
             time.sleep(0.5)
             while not store.check(["done"]):
-                arena.locate(torch.empty(1))
+                arena.locate(torch.empty(1).data_ptr(), 4)
             for _ in range(64):
-                arena.locate(torch.empty(1))
+                arena.locate(torch.empty(1).data_ptr(), 4)
             assert peers.has_freed
             before = peer_maps(0)
             peers.release_freed()
@@ -284,10 +285,10 @@ def frees(rank: int, size: int) -> None:
             barrier(size)
             assert mapped < 250  # the notes that did not get through at once are told later
         for _ in range(64):
-            arena.locate(torch.empty(1))
+            arena.locate(torch.empty(1).data_ptr(), 4)
         barrier(size)
         for _ in range(64):
-            arena.locate(torch.empty(1))
+            arena.locate(torch.empty(1).data_ptr(), 4)
         peers.release_freed()
         assert peer_maps(0) == 0
         barrier(size)
@@ -298,7 +299,7 @@ def workers_hold_sockets(rank: int, size: int) -> float:
     store = a_store()
     with group(rank, size) as (peers, arena, p2p):
         tensor = arena.empty(50_000, torch.float32).fill_(1)
-        place = arena.locate(tensor)
+        place = where(arena, tensor)
         assert place is not None
         arena.announce(place[0])
         barrier(size)
@@ -338,7 +339,7 @@ def freed_while_read(rank: int, size: int) -> None:
     """Rank 0 frees what rank 1 is still reading, and rank 1's other thread looks at the notes."""
     with group(rank, size) as (peers, arena, _):
         tensor = arena.empty(50_000, torch.float32).fill_(7)
-        place = arena.locate(tensor)
+        place = where(arena, tensor)
         assert place is not None
         arena.announce(place[0])
         address = arena.address_at(1 - rank, *place)
@@ -355,7 +356,7 @@ def freed_while_read(rank: int, size: int) -> None:
 def refused_by_the_system(rank: int, size: int) -> None:
     with group(rank, size) as (_, arena, _):
         tensor = arena.empty(50_000, torch.float32)
-        place = arena.locate(tensor)
+        place = where(arena, tensor)
         assert place is not None
         real = socket.send_fds
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import MismatchError, PeerLost
+from guozhuang.groups.shared_memory.program import Status
 from tests.processes.shm_ranks import run_shm_ranks
 
 
@@ -95,6 +96,52 @@ def same_place_another_tensor(rank: int, n: int) -> None:
         tensor = make(memory)
         dist.all_reduce(tensor)
         assert torch.equal(tensor.detach(), torch.as_tensor(expected)), (number, tensor, expected)
+
+
+def large(rank: int, n: int) -> None:
+    """Calls whose programs depend on where the tensors of all ranks lie, also while one rank's change and its own do not."""
+    group: Any = dist.group.WORLD
+    found, num, took = stored(group), 40_000 * n, [0, 0]
+    run = group._link._engine.run
+
+    class Counting:
+        def run(self, *given: Any) -> Any:
+            outcome = run(*given)
+            if len(given) > 5 and given[5] is not None:
+                took[outcome[0] == Status.UNEXPECTED] += 1
+            return outcome
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+    engine, group._link._engine = group._link._engine, Counting()
+
+    def place(kind: int) -> torch.Tensor:
+        return (torch.empty(num) if kind % 2 else group.empty(num)).fill_(rank)
+
+    kept = [place(0), place(1)]
+    changing = [place(0), place(1)]
+    part, ours = torch.empty(num // n), group.empty(num // n)
+    for i in range(40):
+        if rank == 0 and i % 7 == 6:  # often at the address of what was freed
+            del changing[i % 2]
+            changing.insert(i % 2, place(i % 2 if i < 30 else 1 + i))
+        for tensor in (*kept, *(changing if rank == 0 else kept)):
+            for root in range(n):
+                tensor.fill_(rank + i)
+                dist.broadcast(tensor, root)
+                assert tensor.eq(root + i).all(), (i, root)
+            tensor.fill_(rank + i)
+            dist.all_reduce(tensor)
+            assert tensor.eq(sum(range(n)) + n * i).all(), i
+            for piece in (part, ours):
+                tensor.view(n, -1).copy_(torch.arange(float(n)).view(n, 1) + rank + i)
+                dist.reduce_scatter_single(piece, tensor)
+                assert piece.eq(n * rank + sum(range(n)) + n * i).all(), i
+                dist.all_gather_single(tensor, piece)
+                assert tensor.view(n, -1).eq(n * torch.arange(n).view(n, 1) + sum(range(n)) + n * i).all(), i
+    assert {0, 1, 2, 3} == set(found)
+    assert took[0] > 500 and took[1] > (100 if rank else 5), took
 
 
 def differ(rank: int, n: int) -> str:
@@ -180,13 +227,14 @@ def from_two_threads(rank: int, n: int) -> None:
     assert not errors
 
 
-@pytest.mark.parametrize("fn", [every_kind, same_place_another_tensor, leaves_nothing, from_two_threads, late])
+@pytest.mark.parametrize("fn", [every_kind, same_place_another_tensor, leaves_nothing, from_two_threads, late, large])
 def test_repeated_calls(fn: Any) -> None:
     run_shm_ranks(fn, 2)
 
 
-def test_three_ranks() -> None:
-    run_shm_ranks(every_kind, 3)
+@pytest.mark.parametrize("fn", [every_kind, large])
+def test_three_ranks(fn: Any) -> None:
+    run_shm_ranks(fn, 3)
 
 
 def test_ranks_that_differ_in_a_repeated_call_say_so() -> None:

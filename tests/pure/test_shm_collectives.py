@@ -3,7 +3,6 @@
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from guozhuang.groups.shared_memory import collectives
 from guozhuang.groups.shared_memory.collectives import Combining, MemoryRange, Window
-from guozhuang.groups.shared_memory.endpoint import MOST_SEEN, REMEMBERED_BYTES, Endpoint, size_of
 from guozhuang.groups.shared_memory.program import DTYPE_OF, ChunkPlace, Op, Program
+from guozhuang.groups.shared_memory.programs import MOST_SEEN, REMEMBERED_BYTES, Programs, Stored, size_of
 from tests.pure import program_in_python
 
 WINDOW_BYTES = 1 << 16
@@ -302,16 +301,16 @@ def test_remembered_programs_are_bounded_by_what_they_take(num_ranks: int) -> No
     programs = [build(i) for i in range(20)]
     taken = tracemalloc.get_traced_memory()[0] / 20
     tracemalloc.stop()
-    assert taken / 2 < size_of(programs[0]) < taken * 3
-    link = Endpoint(None, SimpleNamespace(segments=[]), None, 0, 0)
-    num = REMEMBERED_BYTES // size_of(programs[0]) + 5
+    assert taken / 2 < size_of(Stored((), programs[0])) < taken * 3
+    store = Programs()
+    num = REMEMBERED_BYTES // size_of(Stored((), programs[0])) + 5
     for i in range(num):
         for _ in range(2):
-            assert link.remembered((i,), lambda i=i: programs[i % 20]) is programs[i % 20]
-    assert sum(size_of(program, key) for key, program in link._programs.values()) <= REMEMBERED_BYTES
+            assert store.of((i,), lambda i=i: programs[i % 20]) is programs[i % 20]
+    assert sum(size_of(each) for each in store._stored.values()) <= REMEMBERED_BYTES
     last = ((num - 1,), programs[(num - 1) % 20])
-    assert link.remembered(last[0], lambda: build(0)) is last[1], "what came last is still there"
+    assert store.of(last[0], lambda: build(0)) is last[1], "what came last is still there"
     for i in range(3 * MOST_SEEN):
-        link.remembered((i, "once"), lambda: programs[0])
-    assert link.remembered(last[0], lambda: build(0)) is last[1], "keys that come only once push nothing out"
-    assert len(link._seen) <= MOST_SEEN
+        store.of((i, "once"), lambda: programs[0])
+    assert store.of(last[0], lambda: build(0)) is last[1], "keys that come only once push nothing out"
+    assert len(store._seen) <= MOST_SEEN

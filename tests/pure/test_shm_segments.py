@@ -204,28 +204,31 @@ def test_a_private_view_follows_its_segment_also_where_memory_is_locked() -> Non
     assert code == 0
 
 
+def where(arena: Arena, tensor: torch.Tensor) -> tuple[int, int] | None:
+    return arena.locate(tensor.data_ptr(), tensor.nbytes)
+
+
 def test_located_is_what_lies_wholly_inside() -> None:
     arena, _ = make_arena()
     large = arena.empty(100_000, torch.float32)
     small = [arena.empty(n, dtype) for n, dtype in ((1, torch.int8), (33, torch.float64), (7, torch.bfloat16))]
     for tensor in (large, *small):
         assert tensor.data_ptr() % 64 == 0
-        place = arena.locate(tensor)
+        place = where(arena, tensor)
         assert place is not None
         assert arena.address_at(0, *place) == tensor.data_ptr()
-    assert len({arena.locate(tensor) for tensor in small}) == 3
-    base = arena.locate(large)
+    assert len({where(arena, tensor) for tensor in small}) == 3
+    base = where(arena, large)
     assert base is not None
-    assert arena.locate(large[10:20]) == (base[0], base[1] + 40)
-    assert arena.locate(large.view(100, 1000)) == base
-    assert arena.locate(large.view(100, 1000).t()) is None  # not contiguous
-    assert arena.locate(large[:0]) is None
-    assert arena.locate(torch.empty(10)) is None
+    assert where(arena, large[10:20]) == (base[0], base[1] + 40)
+    assert where(arena, large.view(100, 1000)) == base
+    assert where(arena, large[:0]) is None
+    assert arena.locate(torch.empty(10).data_ptr(), 4) is None
     assert arena.empty(0, torch.float32).shape == (0,)
     with pytest.raises(UsageError, match="must not be negative"):
         arena.empty(-1, torch.float32)
     arena.close()
-    assert arena.locate(large) is None
+    assert where(arena, large) is None
     assert large.fill_(3).sum() == 300_000  # it outlives the arena
     with pytest.raises(UsageError, match="destroyed"):
         arena.empty(1, torch.float32)
@@ -235,7 +238,7 @@ def test_a_segment_is_sent_once_and_freed_with_its_last_tensor() -> None:
     fds = num_fds()
     arena, peers = make_arena()
     tensor, unsent = arena.empty(100_000, torch.float32), arena.empty(100_000, torch.float32)
-    place = arena.locate(tensor)
+    place = where(arena, tensor)
     assert place is not None
     arena.announce(place[0])
     arena.announce(place[0])
@@ -255,7 +258,7 @@ def test_small_tensors_share_memory_that_is_used_again() -> None:
     for _ in range(3):
         tensors = [arena.empty(1000, torch.float32).fill_(at) for at in range(1000)]  # 4 slabs
         assert all((tensor == at).all() for at, tensor in enumerate(tensors))
-        numbers = {place[0] for tensor in tensors if (place := arena.locate(tensor)) is not None}
+        numbers = {place[0] for tensor in tensors if (place := where(arena, tensor)) is not None}
         assert len(numbers) == num_maps("guozhuang-arena") == 4
         for number in numbers:
             arena.announce(number)
@@ -288,7 +291,7 @@ def test_threads_allocate_and_free_at_once() -> None:
                 sizes = torch.randint(1, 40_000, (3,), generator=generator).tolist()
                 tensors = [arena.empty(size, torch.float32).fill_(seed) for size in sizes]
                 assert all((tensor == seed).all() for tensor in tensors)
-                place = arena.locate(tensors[0])
+                place = where(arena, tensors[0])
                 assert place is not None
                 arena.announce(place[0])
         except BaseException as error:
@@ -309,16 +312,16 @@ def test_threads_allocate_and_free_at_once() -> None:
 def test_a_tensor_that_dies_in_a_forked_process_is_not_freed_here() -> None:
     arena, peers = make_arena()
     tensor = arena.empty(100_000, torch.float32).fill_(5)
-    place = arena.locate(tensor)
+    place = where(arena, tensor)
     assert place is not None
     arena.announce(place[0])
     pid = os.fork()
     if pid == 0:
         last = float(tensor[-1])  # no torch operation that may need threads: they are not there after a fork
         del tensor
-        os._exit(0 if last == 5 and not peers.freed and arena.locate(torch.empty(1)) is None else 1)
+        os._exit(0 if last == 5 and not peers.freed and arena.locate(torch.empty(1).data_ptr(), 4) is None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert arena.locate(tensor) == place and float(tensor.sum()) == 500_000
+    assert where(arena, tensor) == place and float(tensor.sum()) == 500_000
     arena.close()
 
 

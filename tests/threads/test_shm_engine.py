@@ -137,6 +137,30 @@ def test_descriptors_that_differ() -> None:
         assert not target.any(), "a rank worked on after the descriptors differed"
 
 
+def test_what_was_made_for_the_private_bytes_of_all_ranks_runs_at_once() -> None:
+    """A rank that must look at them first runs its program by itself: the others notice nothing."""
+    told = tuple(bytes([r]) * PRIVATE_BYTES for r in range(3))
+    other = (*told[:2], bytes([9]) * PRIVATE_BYTES)
+    targets = [torch.zeros(4) for _ in told]
+    ones = torch.ones(4)
+    with ranks(3) as world:
+
+        def operate(rank: int, engine: Engine) -> Outcome:
+            place = ChunkPlace(targets[rank].data_ptr())
+            copy = ChunkStream(StreamKind.COPY, 0, 16, 16, (place,), (ChunkPlace(ones.data_ptr()),))
+            then = Program((copy,), 1, trailing_barrier=True)
+            expected = other if rank == 1 else told
+            outcome = engine.run(MEET, b"placed", told[rank], LIMIT_S, 0, expected, then)
+            if rank == 1:
+                assert not targets[rank].any()
+                assert engine.run(then, None, b"", LIMIT_S, 0) == OK
+            return outcome
+
+        assert world.each(operate) == [OK, (Status.UNEXPECTED, ()), OK]
+        assert torch.stack(targets).tolist() == [[1.0] * 4] * 3
+        assert world.engines[0].arrived_of(1) == 2
+
+
 def test_a_run_without_descriptor_continues_the_operation() -> None:
     with ranks(2) as world:
 
@@ -351,6 +375,9 @@ def test_arguments_that_make_no_sense() -> None:
             (MEET, None, b"", float("nan"), 0),
             (MEET, None, b"", 1.0, -1),
             (Program(num_rounds=0), None, b"", 1.0, 0),
+            (MEET, b"", b"", 1.0, 0, (b"short",), MEET),
+            (MEET, b"", b"", 1.0, 0, (), MEET),
+            (MEET, b"", b"", 1.0, 0, (bytes(PRIVATE_BYTES),), None),
         ):
             with pytest.raises(ValueError):
                 engine.run(*arguments)

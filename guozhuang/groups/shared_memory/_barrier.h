@@ -20,8 +20,10 @@
 #define GZ_DESCRIPTOR_BYTES 256
 #define GZ_PRIVATE_BYTES 128
 
-enum { GZ_ALIVE, GZ_HAS_LEFT, GZ_IS_BROKEN };                                                /* State */
-enum { GZ_OK, GZ_LOST, GZ_LEFT, GZ_BROKEN, GZ_LATE, GZ_DIFFER, GZ_UNREAD, GZ_INTERRUPTED = -1 }; /* Status */
+enum { GZ_ALIVE, GZ_HAS_LEFT, GZ_IS_BROKEN }; /* State */
+enum { /* Status */
+    GZ_OK, GZ_LOST, GZ_LEFT, GZ_BROKEN, GZ_LATE, GZ_DIFFER, GZ_UNREAD, GZ_UNEXPECTED, GZ_INTERRUPTED = -1
+};
 
 typedef struct {
     int rank, size;

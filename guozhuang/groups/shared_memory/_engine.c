@@ -17,7 +17,7 @@
 typedef struct {
     PyObject_HEAD
     gz_group group;
-    gz_program program; /* of the current run */
+    gz_program program, next; /* of the current run */
     int running;
 } engine;
 
@@ -37,12 +37,12 @@ static int is_read_whole(const gz_program *program, long long round, gz_group *g
 }
 
 /* Without the GIL. */
-static int run_program(engine *self, int begins, int64_t deadline_ns, int64_t spin_ns) {
-    for (long long round = 0; round < self->program.num_rounds; round++) {
-        const int unread = gz_program_work(&self->program, round, self->group.pids, self->group.size);
+static int run_program(engine *self, const gz_program *program, int begins, int64_t deadline_ns, int64_t spin_ns) {
+    for (long long round = 0; round < program->num_rounds; round++) {
+        const int unread = gz_program_work(program, round, self->group.pids, self->group.size);
         if (unread >= 0) return gz_why_unread(&self->group, unread);
-        if (!is_read_whole(&self->program, round, &self->group)) return GZ_BROKEN;
-        if (round == self->program.num_rounds - 1 && !self->program.trailing_barrier) break;
+        if (!is_read_whole(program, round, &self->group)) return GZ_BROKEN;
+        if (round == program->num_rounds - 1 && !program->trailing_barrier) break;
         int status = gz_barrier(&self->group, deadline_ns, spin_ns);
         if (status == GZ_OK && begins && round == 0) status = gz_compare(&self->group);
         if (status != GZ_OK) return status;
@@ -60,7 +60,7 @@ static int interrupted(void *context) {
 }
 
 static PyObject *outcome(const gz_group *group, int status) {
-    PyObject *ranks = PyTuple_New(status == GZ_OK ? 0 : group->num_culprits);
+    PyObject *ranks = PyTuple_New(status == GZ_OK || status == GZ_UNEXPECTED ? 0 : group->num_culprits);
     if (ranks == NULL) return NULL;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ranks); i++) {
         PyObject *rank = PyLong_FromLong(group->culprits[i]);
@@ -73,10 +73,31 @@ static PyObject *outcome(const gz_group *group, int status) {
     return Py_BuildValue("iN", status, ranks);
 }
 
-static PyObject *run_once(engine *self, PyObject *const *args) {
-    const int begins = args[1] != Py_None;
+/* Whether what a run expects of the private bytes makes sense; None: nothing. */
+static int check_expected(const engine *self, PyObject *expected) {
+    if (expected == Py_None) return 0;
+    int is_right = PyTuple_Check(expected) && PyTuple_GET_SIZE(expected) == self->group.size;
+    for (int rank = 0; is_right && rank < self->group.size; rank++) {
+        PyObject *bytes = PyTuple_GET_ITEM(expected, rank);
+        is_right = PyBytes_Check(bytes) && PyBytes_GET_SIZE(bytes) == GZ_PRIVATE_BYTES;
+    }
+    return is_right ? 0 : gz_invalid("expected must be a tuple of 128 bytes for each rank");
+}
+
+/* Without the GIL; the caller holds references. */
+static int is_as_expected(const engine *self, PyObject *expected) {
+    for (int rank = 0; rank < self->group.size; rank++)
+        if (memcmp(gz_description(&self->group, rank) + GZ_DESCRIPTOR_BYTES,
+                   PyBytes_AS_STRING(PyTuple_GET_ITEM(expected, rank)), GZ_PRIVATE_BYTES) != 0)
+            return 0;
+    return 1;
+}
+
+static PyObject *run_once(engine *self, PyObject *const *args, PyObject *expected, PyObject *then) {
+    const int begins = args[1] != Py_None, goes_on = expected != Py_None;
     const double deadline_s = PyFloat_AsDouble(args[3]), spin_us = PyFloat_AsDouble(args[4]);
-    if (PyErr_Occurred() || gz_program_read(&self->program, args[0]) < 0) return NULL;
+    if (PyErr_Occurred() || gz_program_read(&self->program, args[0]) < 0 || check_expected(self, expected) < 0) return NULL;
+    if (goes_on && gz_program_read(&self->next, then) < 0) return NULL;
     if (deadline_s != deadline_s || !(spin_us >= 0 && spin_us <= 1e9)) {
         gz_invalid("deadline_s must be a number, spin_us must lie in [0, 1e9]");
         return NULL;
@@ -98,7 +119,10 @@ static PyObject *run_once(engine *self, PyObject *const *args) {
     const int64_t deadline_ns = gz_now_ns() + (int64_t)(limit_s * 1e9);
     PyThreadState *aside = PyEval_SaveThread();
     self->group.context = &aside;
-    const int status = run_program(self, begins, deadline_ns, (int64_t)(spin_us * 1000));
+    int status = run_program(self, &self->program, begins, deadline_ns, (int64_t)(spin_us * 1000));
+    if (status == GZ_OK && goes_on)
+        status = is_as_expected(self, expected) ? run_program(self, &self->next, 0, deadline_ns, (int64_t)(spin_us * 1000))
+                                               : GZ_UNEXPECTED;
     PyEval_RestoreThread(aside);
     if (status == GZ_INTERRUPTED) {
         gz_set_state(&self->group, GZ_IS_BROKEN); /* the peers wait for a barrier at which this rank will not arrive */
@@ -109,10 +133,11 @@ static PyObject *run_once(engine *self, PyObject *const *args) {
 
 static PyObject *engine_run(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
     engine *self = (engine *)object;
-    if (num_args != 5) return PyErr_Format(PyExc_TypeError, "run takes 5 arguments by position (%zd given)", num_args);
+    if (num_args != 5 && num_args != 7)
+        return PyErr_Format(PyExc_TypeError, "run takes 5 or 7 arguments by position (%zd given)", num_args);
     if (self->running) return PyErr_Format(PyExc_RuntimeError, "a run of this engine is under way in another thread");
     self->running = 1;
-    PyObject *result = run_once(self, args);
+    PyObject *result = run_once(self, args, num_args == 7 ? args[5] : Py_None, num_args == 7 ? args[6] : Py_None);
     self->running = 0;
     return result;
 }
@@ -193,6 +218,7 @@ static void engine_dealloc(PyObject *object) {
     free(self->group.pids);
     free(self->group.culprits);
     gz_program_free(&self->program);
+    gz_program_free(&self->next);
     type->tp_free(object);
     Py_DECREF(type);
 }

@@ -14,7 +14,15 @@ class Engine:
         cls, rank: int, size: int, controls: list[int], pidfds: list[int], pids: list[int], busy_us: float
     ) -> Engine: ...
     def run(
-        self, program: Program, descriptor: bytes | None, private: bytes, deadline_s: float, spin_us: int, /
+        self,
+        program: Program,
+        descriptor: bytes | None,
+        private: bytes,
+        deadline_s: float,
+        spin_us: int,
+        expected: tuple[bytes, ...] | None = None,
+        then: Program | None = None,
+        /,
     ) -> Outcome: ...
     def descriptors(self) -> list[bytes]: ...
     def privates(self) -> list[bytes]: ...

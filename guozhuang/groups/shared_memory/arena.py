@@ -102,11 +102,11 @@ class Arena:
         self._peers.drain()
         return tensor
 
-    def locate(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return where a tensor lies, in the form that is sent to peers.
+    def locate(self, address: int, num_bytes: int) -> tuple[int, int] | None:
+        """Return where so many bytes of a living tensor lie, in the form that is sent to peers.
 
         Returns:
-            (number of the segment, offset in bytes); None if it is not entirely in a segment of this rank, or not contiguous.
+            (number of the segment, offset in bytes); None if they are not entirely in a segment of this rank.
         """
         addresses, there = self._by_address
         self._num_located += 1
@@ -114,15 +114,12 @@ class Arena:
             self._peers.drain()
         if not addresses:
             return None
-        address = tensor.data_ptr()
         at = bisect_right(addresses, address) - 1
         if at < 0:
             return None
         segment = there[at].segment
         offset_bytes = address - segment.address
-        if offset_bytes + tensor.numel() * tensor.element_size() > segment.num_bytes or not tensor.is_contiguous():
-            return None
-        return there[at].number, offset_bytes
+        return (there[at].number, offset_bytes) if offset_bytes + num_bytes <= segment.num_bytes else None
 
     def announce(self, number: int) -> None:
         """Send a segment to all peers, unless that was done before; call it before the operation that first uses the segment.

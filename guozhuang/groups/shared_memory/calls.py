@@ -308,7 +308,7 @@ class CollectiveCalls(VerbGroup):
             link.perform(run, what, (timeout_s, self._sync_spin_us))
             if kind is not None and link.single is not None:
                 turn = link.turn ^ 1  # that of the operation which has just ended
-                self._repeats.put(kind, turn, tuple(args), partial(link.again, *link.single, turn))
+                self._repeats.put(kind, turn, tuple(args), partial(link.single, turn))
 
         return self._turns.now(job, tensors, what)
 

@@ -9,9 +9,8 @@ import hashlib
 import struct
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Final, NoReturn
-
-from torch import Tensor
+from functools import partial
+from typing import Final, NamedTuple, NoReturn
 
 from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError, explain, rank_table
 
@@ -28,16 +27,34 @@ from .engine import (
     RankState,
 )
 from .program import Program, Status
+from .programs import Places, Programs, Stored
 from .rendezvous import Peers
 
 MEETING: Final = Program(trailing_barrier=True)  # a program of one barrier: compares the ranks' calls, moves no data
-# About how much memory stored programs may take; one program takes some hundred bytes, with many ranks many kilobytes.
-REMEMBERED_BYTES: Final = 16 << 20
-MOST_SEEN: Final = 16384  # keys whose hashes are kept until they come again: about 1 MiB
 Terms = tuple[float, int]  # (time-out in seconds, microseconds that a wait spins before it sleeps)
 # Where a tensor lies: whether peers can map it, its segment and the offset there in bytes; whether this rank can read the
 # memory of all others, and the tensor's address, which is for those that can.
 _PLACE: Final = struct.Struct("<BqqBq")
+
+
+class PlacedCall(NamedTuple):
+    """An operation that moves data as the places of the ranks' tensors allow. It refers to no tensor, and so keeps none alive.
+
+    Attributes:
+        key: everything that ``program_for`` depends on besides the places.
+        what: the operation in words; must be the same on all ranks.
+        address: of this rank's tensor, which peers map or read; 0: it has none for them.
+        num_bytes: of that tensor.
+        is_read: whether peers that cannot map the tensor may read it from this process.
+        program_for: returns the program for the places that the ranks told.
+    """
+
+    key: tuple[Hashable, ...]
+    what: bytes
+    address: int
+    num_bytes: int
+    is_read: bool
+    program_for: Callable[[Places], Program]
 
 
 class Endpoint:
@@ -70,46 +87,18 @@ class Endpoint:
         self._what = b""  # the current operation in words
         self._deadline = 0.0
         self._spin_us = 0
-        self._programs: dict[int, tuple[tuple[Hashable, ...], Program]] = {}  # by the key's hash, with the key
-        self._programs_bytes = 0
-        self._seen: set[int] = set()  # hashes of keys that have come
+        self.programs = Programs()
         self._is_open = False  # whether an operation has begun that will run further programs
         self._is_told = False  # whether the peers know that this rank refuses the call
-        # What the running call consists of if that is one program: the operation in words and the program.
-        self.single: tuple[bytes, Program] | None = None
+        # Runs the running call's only operation again, given the turn that it had; None: there are several, or none yet.
+        # It returns False if it did nothing, because ``perform`` has something to do first.
+        self.single: Callable[[int], bool] | None = None
         self.sync_terms: Terms = (0.0, 0)  # those of calls that ``again`` runs
 
     @property
     def one_shot(self) -> tuple[int, ...]:
         """Return the addresses of all ranks' one-shot areas for the next operation."""
         return self._one_shot[self.turn]
-
-    def remembered(self, key: tuple[Hashable, ...], build: Callable[[], Program]) -> Program:
-        """Return the program of a key; it is stored when the key comes for the second time.
-
-        Calls whose tensors are new each time have keys that never come again: their programs must not push out others.
-
-        Args:
-            key: everything that the program depends on.
-            build: makes the program.
-        """
-        number = hash(key)  # taken once, because it is a large part of a small collective's time
-        stored = self._programs.get(number)
-        if stored is not None and stored[0] == key:
-            return stored[1]
-        program = build()
-        if number not in self._seen:
-            if len(self._seen) >= MOST_SEEN:
-                self._seen.clear()
-            self._seen.add(number)
-        elif stored is None:
-            num_bytes = size_of(program, key)
-            if self._programs_bytes + num_bytes > REMEMBERED_BYTES:
-                self._programs.clear()
-                self._programs_bytes = 0
-            self._programs[number] = key, program
-            self._programs_bytes += num_bytes
-        return program
 
     def perform(self, run: Callable[[Terms], object], name: str, terms: Terms) -> None:
         """Run a call as a unit: if this rank cannot finish it, the peers are notified at once.
@@ -160,6 +149,43 @@ class Endpoint:
             PeerLost: a rank is gone, left the group, broke it, or did not join in time.
             MismatchError: ranks made different calls.
         """
+        what = what[:DESCRIPTOR_BYTES]
+        self._begin(what, program, terms, private)
+        self.single = None if self._is_open or private else partial(self._again, what, program)
+
+    def begin_placed(self, call: PlacedCall, terms: Terms) -> None:
+        """Run an operation whose program depends on where the tensors of all ranks lie, to its end.
+
+        The ranks tell each other their places and meet; then each runs the program for these places. If the places are those
+        of the last operation with this key, the engine runs its program without coming back to Python. Whether it does so on
+        the other ranks too makes no difference: they run programs of as many rounds.
+
+        Raises ``PeerLost`` and ``MismatchError`` as ``begin`` does.
+        """
+        self._is_open = True
+        stored = self.programs.find(call.key)
+        private = self.place_of(call.address, call.num_bytes, call.is_read)
+        assert stored is None or stored.places is not None, "a key of a call whose program depends on no places"
+        if stored is None:
+            self._begin(call.what, MEETING, terms, private)
+        elif self._begin(call.what, MEETING, terms, private, stored.places, stored.program):
+            self._is_open = False
+        if self._is_open:
+            places = tuple(self._engine.privates())
+            program = call.program_for(places)
+            self.programs.put(Stored(call.key, program, places))
+            self.go_on(program)
+        self.single = partial(self._again_placed, call)
+
+    def _begin(
+        self,
+        what: bytes,
+        program: Program,
+        terms: Terms,
+        private: bytes = b"",
+        expected: Places | None = None,
+        then: Program | None = None,
+    ) -> bool:
         if self.failure is not None:
             self.raise_failure()
         if self._peers.has_freed:  # no operation of this rank is running that could read the freed memory
@@ -169,19 +195,15 @@ class Endpoint:
         self._what = what
         self.turn ^= 1
         self._engine.set_doing(what)
-        self._run(program, what[:DESCRIPTOR_BYTES], private, timeout_s)
-        self.single = None if self._is_open or private else (what[:DESCRIPTOR_BYTES], program)
+        return self._run(program, what[:DESCRIPTOR_BYTES], private, timeout_s, expected, then)
 
-    def again(self, what: bytes, program: Program, turn: int) -> bool:
-        """Run an operation that was the ``single`` one of an earlier call, as ``begin`` does, within ``sync_terms``.
+    def _again(self, what: bytes, program: Program, turn: int) -> bool:
+        """Run an operation as ``begin`` did, within ``sync_terms``; return False, with nothing done, where that cannot be.
 
         Args:
             what: the operation in words.
             program: its program.
             turn: the one-shot area that the program uses.
-
-        Returns:
-            False: nothing was done, because the other area's turn is now, or ``perform`` has something to do first.
         """
         if self.turn != turn or self.failure is not None or self._peers.has_freed:
             return False
@@ -191,39 +213,57 @@ class Endpoint:
         self._run(program, what, b"", timeout_s)
         return True
 
+    def _again_placed(self, call: PlacedCall, turn: int) -> bool:
+        if self.failure is not None:
+            return False
+        self.perform(partial(self.begin_placed, call), "a call that came before", self.sync_terms)
+        return True
+
     def go_on(self, program: Program) -> None:
         """Run a further program of the current operation. Raises ``PeerLost`` as ``begin`` does."""
         self._run(program, None, b"", self._deadline - time.monotonic())
         self._is_open = False
 
-    def _run(self, program: Program, what: bytes | None, private: bytes, limit_s: float) -> None:
+    def _run(
+        self,
+        program: Program,
+        what: bytes | None,
+        private: bytes,
+        limit_s: float,
+        expected: Places | None = None,
+        then: Program | None = None,
+    ) -> bool:
+        """Run a program, and ``then`` if the places are as expected; return False if they are not."""
         try:
-            status, ranks = self._engine.run(program, what, private, limit_s, self._spin_us)
+            status, ranks = self._engine.run(program, what, private, limit_s, self._spin_us, expected, then)
         except BaseException as error:
             self.give_up(error)
             raise
+        if status == Status.UNEXPECTED:
+            return False
         if status:
             self._fail(status, ranks, limit_s)
+        return True
 
-    def meet(self, what: bytes, terms: Terms, private: bytes = b"") -> tuple[bytes, ...]:
+    def meet(self, what: bytes, terms: Terms, private: bytes = b"") -> Places:
         """Begin an operation with a barrier only; ``go_on`` then moves its data. Return every rank's ``private``."""
         self._is_open = True
         return self.tell(what, terms, private)
 
-    def tell(self, what: bytes, terms: Terms, private: bytes) -> tuple[bytes, ...]:
+    def tell(self, what: bytes, terms: Terms, private: bytes) -> Places:
         """Run an operation that only sends each rank's ``private`` bytes to all ranks; return these bytes, by rank."""
         self.begin(what, MEETING, terms, private)
         return tuple(self._engine.privates())
 
     # The methods below report to the peers where a tensor lies, and exchange tables of numbers.
 
-    def place_of(self, tensor: Tensor | None, is_read: bool = False) -> bytes:
-        """Return bytes that report to the peers where a contiguous tensor lies; None: nowhere.
+    def place_of(self, address: int, num_bytes: int, is_read: bool = False) -> bytes:
+        """Return bytes that report to the peers where a contiguous tensor lies; an address of 0: nowhere.
 
         With ``is_read`` also its address, for peers that read it from there, and whether this rank can read theirs.
         """
-        place = None if tensor is None else self._arena.locate(tensor)
-        read = (self.reads, 0 if tensor is None else tensor.data_ptr()) if is_read else (False, 0)
+        place = self._arena.locate(address, num_bytes) if address else None
+        read = (self.reads, address) if is_read else (False, 0)
         if place is None:
             return _PLACE.pack(0, 0, 0, *read)
         self._arena.announce(place[0])
@@ -361,10 +401,3 @@ def cut(text: bytes) -> bytes:
     """Shorten a call's description to the length that ranks compare; a digest at its end stands for the part cut off."""
     room = DESCRIPTOR_BYTES - 96  # leaves room to add why a rank's sizes do not match
     return text if len(text) <= room else text[: room - 20] + b"..." + hashlib.sha256(text).hexdigest()[:16].encode()
-
-
-def size_of(program: Program, key: tuple[Hashable, ...] = ()) -> int:
-    """Estimate how many bytes a program and its key take as Python objects."""
-    num_places = sum(len(stream.dsts) + len(stream.srcs) for stream in program.streams)
-    num_parts = sum(len(part) if isinstance(part, tuple) else 1 for part in key)
-    return 500 + 400 * len(program.streams) + 150 * num_places + 100 * num_parts

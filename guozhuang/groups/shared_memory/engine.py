@@ -73,6 +73,8 @@ class Engine(Protocol):
         private: bytes,
         deadline_s: float,
         spin_us: int,
+        expected: tuple[bytes, ...] | None = None,
+        then: Program | None = None,
         /,
     ) -> Outcome:
         """Run a program. Every rank must run one with the same number of rounds. Arguments are passed by position.
@@ -84,6 +86,8 @@ class Engine(Protocol):
             private: at most 128 bytes that the peers can read with ``privates``; ignored if ``descriptor`` is None.
             deadline_s: the limit of the whole run, in seconds from now.
             spin_us: how long each wait spins before it sleeps, in microseconds; 0 to sleep at once.
+            expected: the ``private`` of every rank (128 bytes each) for which ``then`` was made. None: ``then`` is not run.
+            then: a further program of the operation, run at once if the ranks' private bytes are the expected ones.
 
         Returns:
             ``(status, ranks)``: 0 and no ranks after success; else see ``Status``.

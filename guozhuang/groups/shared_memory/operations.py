@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, NamedTuple, NoReturn
 
 import torch
@@ -17,9 +18,10 @@ from guozhuang.errors import MismatchError, explain, rank_table
 
 from . import collectives
 from .collectives import Combining, MemoryRange, Moves, Window
-from .endpoint import MEETING, Endpoint, Terms, cut, refuse
+from .endpoint import MEETING, Endpoint, PlacedCall, Terms, cut, refuse
 from .engine import DESCRIPTOR_BYTES, ONE_SHOT_BYTES
 from .program import Program
+from .programs import Places
 
 _NUM_KEPT_PLANS: Final = 1024
 
@@ -61,11 +63,13 @@ class Operations:
         plan = self._plans.get(key) or self._plan(key, tensor, how, root, among)
         link, address = self.link, tensor.data_ptr()
         if plan.fits_one_shot:
-            program = link.remembered((plan.number, address, link.turn), lambda: self._one_shot(plan, address, root))
+            program = link.programs.of((plan.number, address, link.turn), lambda: self._one_shot(plan, address, root))
             link.begin(plan.what, program, terms)
             return
-        places = link.meet(plan.what, terms, link.place_of(tensor))
-        link.go_on(link.remembered((plan.number, address, places), lambda: self._large(plan, address, root, places)))
+        program_for = partial(self._large, plan, address, root)
+        link.begin_placed(
+            PlacedCall((plan.number, address), plan.what, address, plan.num_bytes, False, program_for), terms
+        )
 
     def _plan(
         self, key: tuple[object, ...], tensor: Tensor, how: Combining, root: int | None, among: bytes
@@ -83,7 +87,7 @@ class Operations:
         assert window is not None
         return collectives.reduce_one_shot(window, self._rank, MemoryRange(address, plan.num_bytes), plan.how, root)
 
-    def _large(self, plan: _ReductionPlan, address: int, root: int | None, places: Sequence[bytes]) -> Program:
+    def _large(self, plan: _ReductionPlan, address: int, root: int | None, places: Places) -> Program:
         seen = self._seen(places)
         if seen is not None:
             own = [address if rank == self._rank else there for rank, there in enumerate(seen)]
@@ -93,7 +97,7 @@ class Operations:
         return collectives.reduce_staged(window, self._rank, MemoryRange(address, plan.num_bytes), plan.how, root)
 
     def broadcast(self, piece: MemoryRange, tensor: Tensor, root: int, terms: Terms) -> None:
-        """Copy the root's bytes to all ranks. ``tensor`` contains the piece; peers read the root's directly if they can."""
+        """Copy the root's bytes to all ranks. The piece is that of ``tensor``; peers read the root's directly if they can."""
         what = describe(f"broadcast from rank {root}", [tensor.numel()], tensor.dtype)
         is_root = root == self._rank
         moves = Moves(1, [(0, piece)] if is_root else [], [] if is_root else [(root, 0, piece)], [], piece.num_bytes)
@@ -101,17 +105,20 @@ class Operations:
             self._small(what, terms, moves)
             return
         link = self.link
-        places = link.meet(what, terms, link.place_of(tensor if is_root else None, is_read=True))
-        there = None if is_root else link.address_of(root, places[root])
-        if places[root][0]:
-            link.go_on(collectives.fetch([(there, piece)] if there is not None else []))
-        elif (read := link.addresses_to_read(places)) is not None:
-            link.go_on(collectives.read([] if is_root else [(root, read[root], piece)]))
-        else:
-            self._staged(moves)
+
+        def program_for(places: Places) -> Program:
+            there = None if is_root else link.address_of(root, places[root])
+            if places[root][0]:
+                return collectives.fetch([(there, piece)] if there is not None else [])
+            if (read := link.addresses_to_read(places)) is not None:
+                return collectives.read([] if is_root else [(root, read[root], piece)])
+            return self._staged(moves)
+
+        address = piece.address if is_root else 0
+        link.begin_placed(PlacedCall((what, *piece), what, address, piece.num_bytes, True, program_for), terms)
 
     def all_gather(self, given: MemoryRange, tensor: Tensor, outputs: Sequence[MemoryRange], terms: Terms) -> None:
-        """Copy every rank's bytes to all ranks; ``outputs`` has a range per rank. ``tensor`` contains the given piece."""
+        """Copy every rank's bytes to all ranks; ``outputs`` has a range per rank. The given piece is that of ``tensor``."""
         counts, itemsize = _counts(outputs, tensor), tensor.itemsize
         what = describe("all_gather", counts, tensor.dtype)
         if given.num_bytes != outputs[self._rank].num_bytes:
@@ -123,17 +130,19 @@ class Operations:
             self._small(what, terms, moves)
             return
         link = self.link
-        places = link.meet(what, terms, link.place_of(tensor, is_read=True))
-        seen = self._seen(places)
-        if seen is None:
+
+        def program_for(places: Places) -> Program:
+            seen = self._seen(places)
+            if seen is not None:
+                own = [given.address if rank == self._rank else there for rank, there in enumerate(seen)]
+                return collectives.fetch(list(zip(own, outputs, strict=True)))
             read = link.addresses_to_read(places)
             if read is not None and all(read):
-                link.go_on(collectives.read([(rank, read[rank], piece) for rank, _, piece in taken], moves.kept))
-            else:
-                self._staged(moves)
-            return
-        own = [given.address if rank == self._rank else there for rank, there in enumerate(seen)]
-        link.go_on(collectives.fetch(list(zip(own, outputs, strict=True))))
+                return collectives.read([(rank, read[rank], piece) for rank, _, piece in taken], moves.kept)
+            return self._staged(moves)
+
+        key = (what, given, *outputs)
+        link.begin_placed(PlacedCall(key, what, given.address, given.num_bytes, True, program_for), terms)
 
     def reduce_scatter(
         self,
@@ -164,15 +173,18 @@ class Operations:
         if window is not None:
             link.begin(what, collectives.reduce_scatter(window, *arguments), terms)
             return
-        places = link.meet(what, terms, link.place_of(whole if is_whole else None))
-        seen = self._seen(places)
-        if seen is None:
-            link.go_on(collectives.reduce_scatter(self._ring(self._size, longest), *arguments))
-            return
         mine = inputs[self._rank]
         offset = mine.address - inputs[0].address  # the same in all ranks' tensors, as sizes are equal
-        sources = [mine.address if rank == self._rank else there + offset for rank, there in enumerate(seen)]
-        link.go_on(collectives.reduce_scatter_in_place(sources, output.address, output.num_bytes, how))
+
+        def program_for(places: Places) -> Program:
+            seen = self._seen(places)
+            if seen is None:
+                return collectives.reduce_scatter(self._ring(self._size, longest), *arguments)
+            sources = [mine.address if rank == self._rank else there + offset for rank, there in enumerate(seen)]
+            return collectives.reduce_scatter_in_place(sources, output.address, output.num_bytes, how)
+
+        address, num_bytes = (inputs[0].address, whole.numel() * whole.itemsize) if is_whole else (0, 0)
+        link.begin_placed(PlacedCall((what, output, *inputs), what, address, num_bytes, False, program_for), terms)
 
     def all_to_all(
         self, outputs: Sequence[MemoryRange], inputs: Sequence[MemoryRange], dtype: torch.dtype, terms: Terms
@@ -181,7 +193,7 @@ class Operations:
         link, size = self.link, self._size
         what = describe("all_to_all", [], dtype)
         link.write_table([piece.num_bytes for piece in (*inputs, *outputs)] + [piece.address for piece in inputs])
-        places = link.meet(what, terms, link.place_of(None, is_read=True))
+        places = link.meet(what, terms, link.place_of(0, 0, is_read=True))
         tables = link.read_tables(3 * size)
         pairs = [(giver, taker) for giver in range(size) for taker in range(size)]
         wrong = [pair for pair in pairs if tables[pair[0]][pair[1]] != tables[pair[1]][size + pair[0]]]
@@ -201,7 +213,7 @@ class Operations:
             return
         sent = [(rank, piece) for rank, piece in enumerate(inputs) if rank != self._rank]
         taken = [(rank, self._rank, piece) for rank, piece in enumerate(outputs) if rank != self._rank]
-        self._staged(Moves(size, sent, taken, kept, longest))
+        link.go_on(self._staged(Moves(size, sent, taken, kept, longest)))
 
     def gather(
         self, given: MemoryRange, tensor: Tensor, outputs: Sequence[MemoryRange], root: int, terms: Terms
@@ -242,7 +254,7 @@ class Operations:
             self._small(what, terms, moves)
             return
         self.link.meet(what, terms)
-        self._staged(moves)
+        self.link.go_on(self._staged(moves))
 
     def _small(self, what: bytes, terms: Terms, moves: Moves) -> None:
         link, (num_lanes, sent, taken, kept, longest) = self.link, moves
@@ -253,17 +265,16 @@ class Operations:
             return collectives.exchange(window, self._rank, moves)
 
         key = (num_lanes, longest, link.turn, *sent, *taken, *kept)
-        link.begin(what, link.remembered(key, build), terms)
+        link.begin(what, link.programs.of(key, build), terms)
 
-    def _staged(self, moves: Moves) -> None:
-        window = self._ring(moves.num_lanes, moves.longest_bytes)
-        self.link.go_on(collectives.exchange(window, self._rank, moves))
+    def _staged(self, moves: Moves) -> Program:
+        return collectives.exchange(self._ring(moves.num_lanes, moves.longest_bytes), self._rank, moves)
 
     def _ring(self, num_lanes: int, longest: int) -> Window:
         link = self.link
         return collectives.ring_window(link.rings, link.ring_bytes, num_lanes, longest, self._crowded)
 
-    def _seen(self, places: Sequence[bytes]) -> list[int] | None:
+    def _seen(self, places: Places) -> list[int] | None:
         """Return the address in this process of every rank's tensor (0 for its own); None if any rank's cannot be mapped."""
         if not all(place[0] for place in places):
             return None
