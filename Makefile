@@ -21,8 +21,8 @@ demo: $(VENV)/.installed-text
 	$(BIN)/guozhuang compare --batch-size 16 --steps 40 --strategies single,ddp,torch-ddp,sharded,none
 
 # Tests run side by side on four workers, for they mostly wait (tests/conftest.py). Types are checked meanwhile, and reported
-# after them. Either failing fails.
-PYTEST = $(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; \
+# after them. Either failing fails. Bytecode is written whatever the environment says: tests start Python a thousand times.
+PYTEST = export PYTHONDONTWRITEBYTECODE=; $(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(1); tests=$$?; \
 	wait $$types || tests=1; echo "mypy: $$(cat $(VENV)/types.log)"; exit $$tests
 

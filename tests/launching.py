@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import runpy
 import secrets
@@ -26,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+import pytest
 
 from tests.forking import fork_server
 from tests.waiting import Answer, remaining, until
@@ -151,6 +153,12 @@ def guozhuang(
         done = launched.wait(timeout_s)
         assert not launched.left(), (launched.left(), done)
         return done
+
+
+def needs(*libraries: str) -> pytest.MarkDecorator:
+    """Skip tests whose scripts import a library that is not there. It is not imported here: that takes seconds."""
+    missing = [each for each in libraries if importlib.util.find_spec(each) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
 def write(folder: Path, text: str, name: str = "train.py") -> Path:

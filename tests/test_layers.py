@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +63,6 @@ READS_ENVIRONMENT = {"world", "launch", "compat"}  # scripts of another library 
 FOLLOWS_OTHERS = {"compat"}  # names of modules and errors are those that scripts of another library expect
 FILES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = {path: path.read_text() for path in FILES}
-TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
 
 
 def module_of(path: Path) -> str:
@@ -72,6 +72,12 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in FILES}
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """The syntax of each file of the package."""
+    return {path: ast.parse(text) for path, text in TEXTS.items()}
 
 
 def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -97,7 +103,7 @@ def resolve(name: str) -> str:
 def imported_modules(path: Path) -> set[str]:
     found = set()
     here = path.relative_to(ROOT).with_suffix("").parts
-    for node in imports(TREES[path] if path in TREES else ast.parse(path.read_text())):
+    for node in imports(trees()[path] if path in trees() else ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {resolve(a.name.partition(".")[2]) for a in node.names if a.name.split(".")[0] == "guozhuang"}
             continue
@@ -108,7 +114,10 @@ def imported_modules(path: Path) -> set[str]:
     return found - {module_of(path)}
 
 
-GRAPH = {name: imported_modules(path) for name, path in MODULES.items()}
+@functools.cache
+def graph() -> dict[str, set[str]]:
+    """The modules that each module imports. Not made on import: every worker of the tests imports this file."""
+    return {name: imported_modules(path) for name, path in MODULES.items()}
 
 
 def part(module: str) -> str:
@@ -117,10 +126,10 @@ def part(module: str) -> str:
 
 
 def test_the_graph_sees_imports_of_every_form(tmp_path: Path) -> None:
-    assert {"errors", "world.identity"} <= GRAPH["world.torchrun"]  # absolute
-    assert "world" in GRAPH["public"]  # relative
-    assert "lab.compare" in GRAPH["cli"]  # inside a function
-    assert "compat" in GRAPH["cli"]  # from guozhuang import compat
+    assert {"errors", "world.identity"} <= graph()["world.torchrun"]  # absolute
+    assert "world" in graph()["public"]  # relative
+    assert "lab.compare" in graph()["cli"]  # inside a function
+    assert "compat" in graph()["cli"]  # from guozhuang import compat
 
 
 def test_the_readme_shows_the_floors() -> None:
@@ -148,8 +157,8 @@ def more_than_remains(rule: str, found: list[str]) -> list[str]:
 def test_imports_go_down() -> None:
     wrong = [
         f"{module} (floor {FLOOR_OF[part(module)]}) imports {other} (floor {FLOOR_OF[part(other)]})"
-        for module in sorted(GRAPH)
-        for other in sorted(GRAPH[module])
+        for module in sorted(graph())
+        for other in sorted(graph()[module])
         if part(other) != part(module) and FLOOR_OF[part(other)] >= FLOOR_OF[part(module)]
     ]
     assert not wrong
@@ -161,17 +170,17 @@ def test_there_is_no_cycle() -> None:
     def walk(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, " -> ".join((*path[path.index(module) :], module))
         if module not in done:
-            for other in sorted(GRAPH[module]):
+            for other in sorted(graph()[module]):
                 walk(other, (*path, module))
             done.add(module)
 
-    for module in sorted(GRAPH):
+    for module in sorted(graph()):
         walk(module, ())
 
 
 def test_the_reducer_knows_no_method() -> None:
-    files = [m for m in GRAPH if part(m) == "gradients" and not m.startswith("gradients.named")]
-    known = {other for module in files for other in GRAPH[module] if part(other) == "exchange"}
+    files = [m for m in graph() if part(m) == "gradients" and not m.startswith("gradients.named")]
+    known = {other for module in files for other in graph()[module] if part(other) == "exchange"}
     # Sparse gradients have one way only, which is no exchange to choose; NaN is looked for whatever the exchange.
     assert known <= {"exchange.base", "exchange.sparse", "exchange.nan_watch"}
 
@@ -197,7 +206,7 @@ def test_files_are_short_and_folders_small_and_names_say_something() -> None:
 
 def test_a_class_name_means_one_thing() -> None:
     where = collections.defaultdict(list)
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 where[node.name].append(module_of(path))
@@ -218,10 +227,10 @@ def test_a_mechanism_stands_in_its_folder() -> None:
 
 def test_layers_for_other_systems_stand_on_the_public_surface() -> None:
     internal = {
-        other for module in GRAPH if part(module) == "compat" for other in GRAPH[module] if part(other) != "compat"
+        other for module in graph() if part(module) == "compat" for other in graph()[module] if part(other) != "compat"
     }
     # The packages whose names the package itself offers, the optimizers, and the methods of exchange, taken one by one.
-    public = {"__init__", "public", "optim", *GRAPH["public"], *guozhuang._LATER.values()}
+    public = {"__init__", "public", "optim", *graph()["public"], *guozhuang._LATER.values()}
     public |= {module for module in MODULES if part(module) == "exchange"}
     found = [f"compat: {other}" for other in sorted(internal - public)]
     assert not more_than_remains("compat", found)
@@ -231,7 +240,7 @@ def test_the_environment_is_read_in_its_folders() -> None:
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     found = [
         f"{module_of(path)}: line {node.lineno}: {ast.unparse(node)}"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         if part(module_of(path)) not in READS_ENVIRONMENT
         for node in ast.walk(tree)
         if (isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os")
@@ -247,7 +256,7 @@ def test_nothing_is_left_undone() -> None:
         for word in ("TODO", "FIXME", "XXX")
         if word in text
     ]
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if part(module_of(path)) not in FOLLOWS_OTHERS:
             raised = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Raise) and n.exc is not None]
             found += [f"{module_of(path)}: {line}" for line in raised if "NotImplementedError" in line]

@@ -160,7 +160,8 @@ def test_a_cable_that_is_cut(pairs: list[Pair], hosts: Hosts, tmp_path: Path) ->
     assert not pair.left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_signal_ends_an_agent_whose_store_does_not_answer(
     pairs: list[Pair], hosts: Hosts, tmp_path: Path, number: int
 ) -> None:
@@ -220,7 +221,7 @@ def test_an_agent_that_was_stopped_for_long_is_given_up(
     assert not pair.left()
 
 
-@pytest.mark.parametrize("max_restarts", [0, 1])
+@pytest.mark.parametrize("max_restarts", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_failure_is_told_to_the_others_also_where_nobody_reads(
     pairs: list[Pair], hosts: Hosts, tmp_path: Path, max_restarts: int
 ) -> None:

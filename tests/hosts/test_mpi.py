@@ -82,8 +82,11 @@ def test_two_ranks_on_this_machine(launcher: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(CORES < 2, reason="needs 2 cores")
 @pytest.mark.parametrize(
     ("num", "options", "threads"),
-    [(1, [], CORES), (2, [], CORES // 2), (1, ["--bind-to", "core"], 1)],
-    ids=["one rank", "two ranks", "bound on request"],
+    [
+        pytest.param(1, [], CORES, id="one rank"),
+        pytest.param(2, [], CORES // 2, id="two ranks", marks=pytest.mark.slow),
+        pytest.param(1, ["--bind-to", "core"], 1, id="bound on request"),
+    ],
 )
 def test_no_core_is_idle_unless_it_was_asked_for(
     launcher: str, num: int, options: list[str], threads: int, tmp_path: Path

@@ -247,6 +247,7 @@ def test_killing_the_launcher_ends_everything(begun: Any, sshd: Sshd, folder: Pa
     assert not none_left(str(sshd.config), 5), "ssh clients are left"
 
 
+@pytest.mark.slow
 def test_a_master_connection_of_the_user_does_not_hold_the_run(sshd: Sshd, fast: Any, tmp_path: Path) -> None:
     lines = f"Host *\n  ControlMaster auto\n  ControlPath {tmp_path}/%n\n  ControlPersist 60\n"
     sshd.config.write_text(lines + sshd.config.read_text())
@@ -315,6 +316,7 @@ def test_a_signal_for_the_launcher_ends_all_hosts(begun: Any, folder: Path, numb
     assert not none_left(str(folder), 1)
 
 
+@pytest.mark.slow
 def test_servers_that_nobody_uses_end_with_the_ranks(fast: Any) -> None:
     code, _, err = fast("-H", "a0:1,a1:1", "--server-hosts", "a2:2", "light.py")
     assert (code, ours(err)) == (0, []), err
@@ -374,6 +376,7 @@ def test_a_host_whose_ranks_have_finished_is_ended_soon(begun: Any, folder: Path
     assert not none_left(str(folder), 1)
 
 
+@pytest.mark.slow
 def test_hosts_wait_for_a_launcher_that_is_stopped(begun: Any, folder: Path) -> None:
     launcher = begun(2, "-H", "a0:1,a1:1", "light.py", "gate", lost_after_s=1.5)
     launcher.send(signal.SIGTSTP)

@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.launching import environment, guozhuang, write
+from tests.launching import environment, guozhuang, needs, write
 
-pytest.importorskip("accelerate")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs("accelerate")]
 
 # The shape of Accelerate's own example (nlp_example.py): prepare all, accumulate, clip, step the scheduler, gather metrics.
 ACCELERATE = """

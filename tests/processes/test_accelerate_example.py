@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import ROOT, environment, python
+from tests.launching import ROOT, environment, needs, python
 from tests.processes.test_accelerate import by_accelerate
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs("accelerate", "transformers")]
 
 EXAMPLE = ROOT / "examples" / "accelerate_text.py"
 EPOCH = re.compile(r"epoch \d: loss ([\d.]+), accuracy ([\d.]+), [\d.]+ samples/s")

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launching import guozhuang, write
+from tests.launching import guozhuang, needs, write
 
-pytest.importorskip("accelerate")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs("accelerate")]
 
 ACCELERATE = """
 import sys, torch

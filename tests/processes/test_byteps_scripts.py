@@ -273,7 +273,7 @@ print(bps.size(), bps.push_pull(bps.broadcast_object(__import__("torch").ones(2)
     "folder",
     [
         pytest.param(extension.ON_PATH, id="run", marks=pytest.mark.slow),
-        pytest.param(ROOT / "packaging/byteps/guozhuang_byteps", id="extra"),
+        pytest.param(ROOT / "packaging/byteps/guozhuang_byteps", id="extra", marks=pytest.mark.slow),
     ],
 )
 def test_both_names_are_one_module(tmp_path: Path, folder: Path) -> None:

@@ -49,13 +49,13 @@ def differs(rank: int, world_size: int, layout: str, names: list[str]) -> tuple[
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        (EVEN, ["sum", "sum", "max", "max"]),
+        pytest.param(EVEN, ["sum", "sum", "max", "max"], marks=pytest.mark.slow),
         (EVEN, ["sum", "short", "sum", "sum"]),
-        (EVEN, ["later", "later", "short later", "short later"]),
+        pytest.param(EVEN, ["later", "later", "short later", "short later"], marks=pytest.mark.slow),
         (EVEN, ["reduce", "to last", "reduce", "to last"]),  # no lane differs
-        (EVEN, ["sum", "sum", "gather", "gather"]),
+        pytest.param(EVEN, ["sum", "sum", "gather", "gather"], marks=pytest.mark.slow),
         (THREE_AND_ONE, ["sum", "sum", "double", "sum"]),  # the one in no lane
-        (THREE_AND_ONE, ["sum", "sum", "sum", "barrier"]),
+        pytest.param(THREE_AND_ONE, ["sum", "sum", "sum", "barrier"], marks=pytest.mark.slow),
         (FLAT, ["sum", "short", "sum"]),
     ],
     ids=str,

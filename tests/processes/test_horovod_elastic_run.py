@@ -241,6 +241,7 @@ def light(folder: Path) -> tuple[str, ...]:
     return sys.executable, str(folder / "light.py"), str(folder)
 
 
+@pytest.mark.slow
 def test_a_failure_takes_its_host_along_and_the_limit_of_resets_ends_the_job(tmp_path: Path) -> None:
     hosts = "127.0.0.1:2\n127.0.0.2:1\n"
     wanted = settings(tmp_path, hosts, *light(tmp_path), num_proc=3, min_np=1, reset_limit=0, prefix_timestamp=True)

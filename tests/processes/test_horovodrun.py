@@ -116,7 +116,7 @@ time.sleep(60)
     ("hosts", "end", "code"),
     [
         pytest.param([], ["signal", 9], 137, id="here-signal"),
-        pytest.param(["-H", "localhost:1,127.0.0.1:1"], ["exit", 7], 7, id="two-hosts-exit"),
+        pytest.param(["-H", "localhost:1,127.0.0.1:1"], ["exit", 7], 7, id="two-hosts-exit", marks=pytest.mark.slow),
     ],
 )
 def test_the_first_failure_ends_the_others(tmp_path: Path, hosts: list[str], end: list[object], code: int) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launching import guozhuang, python, write
+from tests.launching import guozhuang, needs, python, write
 
-pytest.importorskip("lightning")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs("lightning")]
 
 # The shape of Lightning's own examples: a module with an optimizer and a schedule, accumulation, clipping, validation and
 # checkpoints; one with two optimizers that are stepped by hand; and a loop with Fabric.

@@ -50,6 +50,7 @@ def test_remote_references_and_distributed_autograd_by_ranks_on_the_command_line
     assert done.stdout.count("gradients of 0.bias, 0.weight, 2.bias, 2.weight lie on the server") == 2, done
 
 
+@pytest.mark.slow
 def test_batched_updates_with_futures_in_processes_that_the_script_starts(tmp_path: Path) -> None:
     """Two steps of two trainers are those of one process with both batches."""
     done = guozhuang(*batched("--steps", 2, "--warmup-steps", 1), folder=tmp_path, timeout_s=START_S)

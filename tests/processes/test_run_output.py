@@ -106,6 +106,7 @@ class OnTerminal:
             os.close(self.slave)
 
 
+@pytest.mark.slow
 def test_rank_0_has_a_terminal_of_its_own(tmp_path: Path) -> None:
     """Its bars look as in a single process, whatever rank 1 prints; it sees the size; nothing is lost when it is killed."""
     script = write(

@@ -97,7 +97,8 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_servers(running: Launched) 
     assert not running.left()
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.slow
 def test_nothing_is_left_when_the_launcher_is_ended(running: Launched, number: signal.Signals) -> None:
     assert len(running.processes()) >= 4
     running.send(number)

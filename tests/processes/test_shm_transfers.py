@@ -528,7 +528,7 @@ def test_ranks_that_have_met(case: Callable[..., Any], num_ranks: int) -> None:
     run(case, num_ranks)
 
 
-@pytest.mark.parametrize("way", ["reads", "cannot"])
+@pytest.mark.parametrize("way", ["reads", pytest.param("cannot", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("case", "num_ranks"),
     [(many, 3), (any_source, 4), (differ, 2), (too_late, 2), (given_up_unheard, 2), (leaves, 4), (closes, 2)],

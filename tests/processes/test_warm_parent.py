@@ -199,6 +199,7 @@ def test_a_variable_that_is_read_on_loading_is_obeyed(both: tuple[Ranks, Ranks],
     assert ended(both[1], False, "threads_of.py", OMP_NUM_THREADS="1")[:2] == (0, "1\n")
 
 
+@pytest.mark.slow
 def test_a_rank_outlives_the_warm_parent_and_others_start_without_it(tmp_path: Path, folder: Path) -> None:
     (folder / "waits.py").write_text("import sys, time\ntime.sleep(1.0)\nsys.exit(5)")
     ranks = Ranks(Crew(str(folder / "none")), tmp_path)

@@ -151,6 +151,7 @@ def misses_one(rank: int, size: int) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_who_did_not_come_is_named() -> None:
     found = run_ranks(misses_one, 2, group_timeout_s=2.0)[0]
     for text, who in zip(found, WAITING, strict=True):

@@ -266,6 +266,7 @@ def test_persistent_workers_serve_the_newest_pass_only() -> None:
     assert len(as_lists(new)) == 3
 
 
+@pytest.mark.slow
 def test_worker_seeds_differ_by_rank_worker_and_epoch_and_repeat() -> None:
     def draws(rank: int, seed: int = 0) -> list[list[tuple[float, ...]]]:
         each = loader(
