@@ -1,8 +1,10 @@
 """Each collective of the shared-memory group against gloo's result on the same inputs."""
 
 import contextlib
+import ctypes
 import datetime
 import gc
+import mmap
 import os
 import threading
 import time
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from guozhuang.errors import UsageError
 from guozhuang.groups.shared_memory import SharedMemoryGroup
+from guozhuang.groups.shared_memory.engine import is_readable
 from tests.processes.shm_ranks import held, run_shm_ranks
 
 # Elements: nothing, one, not a multiple of anything, one shot, just more than one shot, several chunks.
@@ -488,6 +491,57 @@ def one_cannot_read(rank: int, n: int, case) -> None:
 @pytest.mark.parametrize("case", [roots, gathers_and_scatters, uneven, overlapping], ids=lambda case: case.__name__)
 def test_without_reading_other_processes(case) -> None:
     run_shm_ranks(one_cannot_read, 3, case)
+
+
+def secret(num: int) -> Tensor:
+    """A tensor in memory that the kernel lets nobody else read, as it does with what CUDA has pinned (man 2 memfd_secret)."""
+    fd = ctypes.CDLL(None).syscall(447, 0)
+    if fd < 0:
+        raise OSError("no memfd_secret")
+    os.ftruncate(fd, 4 * num)
+    with contextlib.closing(os.fdopen(fd, "r+b", 0)):
+        return torch.frombuffer(mmap.mmap(fd, 4 * num), dtype=torch.float32)
+
+
+def not_for_others(rank: int, n: int) -> bool:
+    """The kernel refuses to have the memory of one rank's tensors read: its bytes go another way, those of the others too."""
+    num = 60_000
+    whole, given, kept = torch.empty(num), torch.empty(num // n), torch.empty(num)
+    if rank == 1:
+        try:
+            whole, given = secret(num), secret(num // n)
+        except OSError:
+            dist.broadcast_object_list([False], 1)
+            return False
+        assert not is_readable(whole.data_ptr(), 4 * num) and is_readable(kept.data_ptr(), 4 * num)
+    there = [True]
+    dist.broadcast_object_list(there, 1)
+    for i in range(3 if there[0] else 0):
+        for root in range(n):
+            whole.fill_(rank + i)
+            dist.broadcast(whole, root)
+            assert whole.eq(root + i).all()
+        given.fill_(rank + i)
+        for target in (whole, kept):
+            dist.all_gather_single(target, given)
+            assert target.view(n, -1).eq(torch.arange(n).view(n, 1) + i).all()
+        dist.all_to_all_single(kept, whole)
+        assert kept.view(n, -1).eq(rank + i).all()
+        whole.fill_(rank)
+        dist.all_reduce(whole)
+        dist.reduce_scatter_single(given, whole)
+        assert given.eq(n * sum(range(n))).all()
+        if rank == 1:
+            dist.send(whole, 0)
+        elif rank == 0:
+            dist.recv(kept, 1)
+            assert kept.eq(sum(range(n))).all()
+    return there[0]
+
+
+def test_memory_that_the_kernel_lets_nobody_read() -> None:
+    if not all(run_shm_ranks(not_for_others, 3)):
+        pytest.skip("this kernel has no memfd_secret")
 
 
 @pytest.mark.parametrize("case", [bits_are_the_same_everywhere, complex_and_sparse, uneven], ids=lambda c: c.__name__)

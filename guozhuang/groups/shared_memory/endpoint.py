@@ -25,6 +25,7 @@ from .engine import (
     RING_OFFSET,
     Engine,
     RankState,
+    is_readable,
 )
 from .program import Program, Status
 from .programs import Places, Programs, Stored
@@ -260,10 +261,12 @@ class Endpoint:
     def place_of(self, address: int, num_bytes: int, is_read: bool = False) -> bytes:
         """Return bytes that report to the peers where a contiguous tensor lies; an address of 0: nowhere.
 
-        With ``is_read`` also its address, for peers that read it from there, and whether this rank can read theirs.
+        With ``is_read`` also its address, for peers that read it from there; and whether this rank can read theirs, and the
+        kernel lets them read this tensor. It refuses memory of devices, for example what CUDA has pinned.
         """
         place = self._arena.locate(address, num_bytes) if address else None
-        read = (self.reads, address) if is_read else (False, 0)
+        reads = is_read and self.reads and (not address or is_readable(address, num_bytes))
+        read = (reads, address) if is_read else (False, 0)
         if place is None:
             return _PLACE.pack(0, 0, 0, *read)
         self._arena.announce(place[0])

@@ -6,7 +6,9 @@ control page. The engine is written in C; where it was not built, "shm" becomes 
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -213,6 +215,15 @@ def native_built() -> bool:
 def read_process(pid: int, target: int, source: int, num_bytes: int) -> bool:
     """Copy from an address in a process's memory to one in this process's; return whether that could be read."""
     return _engine.read_process(pid, target, source, num_bytes)
+
+
+def is_readable(address: int, num_bytes: int) -> bool:
+    """Return whether the kernel lets other processes read a tensor of this one, as far as its first and last byte tell."""
+    byte = ctypes.c_char()
+    target, own = ctypes.addressof(byte), os.getpid()
+    return num_bytes == 0 or (
+        read_process(own, target, address, 1) and read_process(own, target, address + num_bytes - 1, 1)
+    )
 
 
 def make_engine(

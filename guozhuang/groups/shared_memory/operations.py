@@ -19,7 +19,7 @@ from guozhuang.errors import MismatchError, explain, rank_table
 from . import collectives
 from .collectives import Combining, MemoryRange, Moves, Window
 from .endpoint import MEETING, Endpoint, PlacedCall, Terms, cut, refuse
-from .engine import DESCRIPTOR_BYTES, ONE_SHOT_BYTES
+from .engine import DESCRIPTOR_BYTES, ONE_SHOT_BYTES, is_readable
 from .program import Program
 from .programs import Places
 
@@ -193,7 +193,8 @@ class Operations:
         link, size = self.link, self._size
         what = describe("all_to_all", [], dtype)
         link.write_table([piece.num_bytes for piece in (*inputs, *outputs)] + [piece.address for piece in inputs])
-        places = link.meet(what, terms, link.place_of(0, 0, is_read=True))
+        reads = link.reads and all(is_readable(*piece) for piece in inputs)
+        places = link.meet(what, terms, link.place_of(0, 0, is_read=reads))
         tables = link.read_tables(3 * size)
         pairs = [(giver, taker) for giver in range(size) for taker in range(size)]
         wrong = [pair for pair in pairs if tables[pair[0]][pair[1]] != tables[pair[1]][size + pair[0]]]
