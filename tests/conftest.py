@@ -13,7 +13,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -171,14 +170,14 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def beside_others(request: pytest.FixtureRequest) -> Iterator[None]:
+def beside_others(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Take a lock for as long as the test runs. See [Note: side by side]."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if run is None:
+    if "PYTEST_XDIST_TESTRUNUID" not in os.environ:
         yield
         return
-    folder, mode = tempfile.gettempdir(), fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
-    with open(f"{folder}/{run}.turn", "w") as turn, open(f"{folder}/{run}.running", "w") as running:
+    folder = tmp_path_factory.getbasetemp().parent  # the same for all workers of a run; pytest removes those of earlier runs
+    mode = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
+    with open(folder / "turn", "w") as turn, open(folder / "running", "w") as running:
         fcntl.flock(turn, fcntl.LOCK_EX)
         fcntl.flock(running, mode)
         fcntl.flock(turn, fcntl.LOCK_UN)
