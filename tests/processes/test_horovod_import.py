@@ -183,6 +183,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ranks_and_what_they_start_find_it(tmp_path: Path) -> None:
     """Processes that a rank spawns begin with a new Python, which has the path from its environment alone."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as short:  # a socket's path has 107 bytes at most

@@ -74,6 +74,7 @@ def test_processes_are_told_who_they_are(tmp_path: Path) -> None:
     assert done.stderr.count("--mpi changes nothing") == 1 and done.stderr.count("--mpi-args mean nothing here") == 1
 
 
+@pytest.mark.slow
 def test_two_hosts_have_ranks_crosswise(tmp_path: Path) -> None:
     """Two names of this machine, which the launcher starts without ssh, whatever its port, as two nodes of different sizes."""
     script = write(tmp_path, TELL)

@@ -80,6 +80,7 @@ def process_of(launched: Launched, mark: str) -> psutil.Process:
     return found[0]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_is_named_and_ends_the_run(running: Launched) -> None:
     process_of(running, "--number 1").kill()
     done = running.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -92,10 +93,12 @@ def family(host: Host) -> list[psutil.Process]:
 
 
 def gone(processes: Sequence[psutil.Process], limit_s: float) -> bool:
-    def alive() -> list[psutil.Process]:
-        return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    def is_alive(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end between the two questions
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
 
-    return not remaining(alive, limit_s)
+    return not remaining(lambda: list(filter(is_alive, processes)), limit_s)
 
 
 def test_streams_stay_apart_and_the_exit_code_is_told(begin: Any, tmp_path: Path) -> None:
