@@ -6,9 +6,9 @@ Ranks synchronize in counted barriers, so every rank must run its collectives on
 
 - A synchronous call runs its job on the caller's own thread if no other job is waiting or running; that saves two
   thread switches, which cost several times as much as a small collective. "Running" means that the lock `_running` is held,
-  as by every job from begin to end; "waiting" is `_num_waiting`, the submitted jobs that have not ended. Both are checked
-  under `_order`, and an inline call acquires `_running` before it releases `_order`: so no job submitted later can run
-  before it, and no job submitted earlier can still be waiting.
+  as by every job from begin to end; "waiting" is `_num_waiting`, the submitted jobs that have not ended. An inline call sees
+  that none waits, then acquires `_running`. A job that was submitted before the call is counted by then; one that is
+  submitted meanwhile, by another thread, has no order with the call, and waits for `_running`.
 - All other calls put their job into a queue. One thread runs the queued jobs in order and holds `_running` during each. A
   synchronous call that had to queue waits for its work. `_num_waiting` is decreased only after a job has ended, so a later
   synchronous call that runs inline sees all effects of earlier jobs.
@@ -153,34 +153,32 @@ class Turns:
 
     def now(self, job: Job, tensors: Sequence[Tensor], what: str) -> dist.Work:
         """Run a job after all earlier jobs, and return its work when the job has ended; raise the job's error."""
-        if (done := self.at_once(job, tensors)) is not None:
-            return done
+        if self.at_once(job):
+            return CallWork(tensors)
         self.refuse_within(what)
         work = self.later(job, tensors, what)
         work.wait()
         return work
 
-    def at_once(self, job: Job, tensors: Sequence[Tensor]) -> CallWork | None:
-        """Run a job on this thread if no other waits or runs, and return its work; raise the job's error.
+    def at_once(self, job: Job) -> bool:
+        """Run a job on this thread if no other waits or runs; raise the job's error.
 
         Returns:
-            None: another job waits or runs, or this one returned False, which says that it did nothing.
+            False: another job waits or runs, or this one returned False, which says that it did nothing.
         """
-        if os.getpid() != self._process:
-            return None
-        inline, began_ns = False, 0
+        if self._num_waiting or os.getpid() != self._process or not self._running.acquire(False):
+            return False
+        began_ns = 0
         try:
-            with self._order:
-                inline = self._num_waiting == 0 and self._closed is None and self._running.acquire(False)
-            if not inline:
-                return None
+            if self._closed is not None:  # asked last: who closes waits for `_running` after that
+                return False
             began_ns = waits.begin()
             self._runner = threading.get_ident()
-            return None if job() is False else CallWork(tensors)
+            return job() is not False
         finally:
-            if inline:
-                self._runner = 0
-                self._running.release()
+            self._runner = 0
+            self._running.release()
+            if began_ns:
                 waits.end(began_ns)
 
     def later(self, job: Job, tensors: Sequence[Tensor], what: str) -> QueuedWork:

@@ -93,6 +93,14 @@ static int is_as_expected(const engine *self, PyObject *expected) {
     return 1;
 }
 
+/* Publish what this rank does. */
+static void say_doing(gz_group *group, const char *text, size_t given) {
+    const size_t num_bytes = given < GZ_DOING_BYTES ? given : GZ_DOING_BYTES;
+    char *doing = (char *)group->controls[group->rank] + GZ_DOING_OFFSET;
+    memcpy(doing, text, num_bytes);
+    doing[num_bytes] = 0;
+}
+
 static PyObject *run_once(engine *self, PyObject *const *args, PyObject *expected, PyObject *then) {
     const int begins = args[1] != Py_None, goes_on = expected != Py_None;
     const double deadline_s = PyFloat_AsDouble(args[3]), spin_us = PyFloat_AsDouble(args[4]);
@@ -112,6 +120,7 @@ static PyObject *run_once(engine *self, PyObject *const *args, PyObject *expecte
             gz_invalid("a run with a descriptor needs a barrier, to compare it");
             return NULL;
         }
+        say_doing(&self->group, PyBytes_AS_STRING(args[1]), (size_t)PyBytes_GET_SIZE(args[1]));
         gz_describe(&self->group, PyBytes_AS_STRING(args[1]), (size_t)PyBytes_GET_SIZE(args[1]), PyBytes_AS_STRING(args[2]),
                     (size_t)PyBytes_GET_SIZE(args[2]));
     }
@@ -181,10 +190,7 @@ static PyObject *engine_doing(PyObject *object, PyObject *argument) {
 static PyObject *engine_set_doing(PyObject *object, PyObject *text) {
     engine *self = (engine *)object;
     if (!PyBytes_Check(text)) return PyErr_Format(PyExc_TypeError, "bytes are needed");
-    const size_t given = (size_t)PyBytes_GET_SIZE(text), num_bytes = given < GZ_DOING_BYTES ? given : GZ_DOING_BYTES;
-    char *doing = (char *)self->group.controls[self->group.rank] + GZ_DOING_OFFSET;
-    memcpy(doing, PyBytes_AS_STRING(text), num_bytes);
-    doing[num_bytes] = 0;
+    say_doing(&self->group, PyBytes_AS_STRING(text), (size_t)PyBytes_GET_SIZE(text));
     Py_RETURN_NONE;
 }
 

@@ -19,6 +19,7 @@ from guozhuang.errors import explain
 from guozhuang.groups.gloo import OtherDevices
 from guozhuang.world import versions
 
+from ..serial import CallWork
 from ..turns import Turns, take_timeout
 from ..verbs import PreparedCall, UnsupportedTensor, VerbGroup, check_memory, collective
 from . import arguments
@@ -79,6 +80,7 @@ class CollectiveCalls(VerbGroup):
         self._link = operations.link
         self._link.sync_terms = timeout_s, self._sync_spin_us
         self._repeats = make_repeats(rank, size)
+        self._done = CallWork()
 
     # The methods below combine tensors of all ranks.
 
@@ -283,15 +285,18 @@ class CollectiveCalls(VerbGroup):
 
     @override
     def _again(self, method: str, args: tuple[Any, ...]) -> dist.Work | None:
-        """Run a small synchronous call whose like was called twice before. See [Note: calls that repeat] in _repeats.c."""
+        """Run a synchronous call whose like was called twice before. See [Note: calls that repeat] in _repeats.c.
+
+        All such calls return the same work, which holds no tensors: the caller has them, and to make one costs much beside the
+        call itself.
+        """
         kind = _REPEATED.get(method)
         if kind is None or (job := self._repeats.find(kind, self._link.turn, args)) is None:
             return None
-        first = args[0]
-        done = self._turns.at_once(job, first if type(first) is list else args[: len(args) > 1])  # a barrier has none
-        if done is not None:
-            self._num_calls += 1
-        return done
+        if not self._turns.at_once(job):
+            return None
+        self._num_calls += 1
+        return self._done
 
     def _begin(self, call: PreparedCall, method: str, args: Sequence[Any]) -> dist.Work:
         """Run a prepared call in its turn: before this method returns, or later if the options say ``asyncOp``."""

@@ -195,7 +195,6 @@ class Endpoint:
         self._deadline = time.monotonic() + timeout_s
         self._what = what
         self.turn ^= 1
-        self._engine.set_doing(what)
         return self._run(program, what[:DESCRIPTOR_BYTES], private, timeout_s, expected, then)
 
     def _again(self, what: bytes, program: Program, turn: int) -> bool:
@@ -208,10 +207,15 @@ class Endpoint:
         """
         if self.turn != turn or self.failure is not None or self._peers.has_freed:
             return False
-        timeout_s, self._spin_us = self.sync_terms
+        timeout_s, spin_us = self.sync_terms
         self._what, self.turn = what, turn ^ 1
-        self._engine.set_doing(what)
-        self._run(program, what, b"", timeout_s)
+        try:
+            status, ranks = self._engine.run(program, what, b"", timeout_s, spin_us)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        if status:
+            self._fail(status, ranks, timeout_s)
         return True
 
     def _again_placed(self, call: PlacedCall, turn: int) -> bool:

@@ -84,7 +84,8 @@ class Engine(Protocol):
         Args:
             program: the program to run.
             descriptor: starts a new operation: at most 256 bytes that must be equal on all ranks, compared after the first
-                barrier (the program must have one). None: the run continues the current operation.
+                barrier (the program must have one); also published as what this rank is doing. None: the run continues the
+                current operation.
             private: at most 128 bytes that the peers can read with ``privates``; ignored if ``descriptor`` is None.
             deadline_s: the limit of the whole run, in seconds from now.
             spin_us: how long each wait spins before it sleeps, in microseconds; 0 to sleep at once.
