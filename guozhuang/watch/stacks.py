@@ -7,11 +7,12 @@ local variables alive, and with them memory of the model.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
@@ -63,11 +64,23 @@ class CodePlace:
     waits_in: str = ""
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield ``frame`` and its callers, from the innermost outward."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """Return ``frame`` and its callers, from the innermost outward.
+
+    To ask for a caller makes an object for it, and before Python 3.12 that may collect garbage, whose finalizers may let the
+    thread go on and leave the caller just then: the object would refer to memory that is no frame any more. So nothing is
+    collected meanwhile.
+    """
+    found, collects = [], gc.isenabled()
+    gc.disable()
+    try:
+        while frame is not None:
+            found.append(frame)
+            frame = frame.f_back
+    finally:
+        if collects:
+            gc.enable()
+    return found
 
 
 def _main_frame() -> FrameType | None:

@@ -182,6 +182,25 @@ def late(rank: int, n: int) -> None:
         dist.all_reduce(tensor)
 
 
+def counts(rank: int, n: int) -> None:
+    """A rank that waits in a repeated call has started it, as the report of a hang says."""
+    group: Any = dist.group.WORLD
+    tensor, seen = torch.ones(8), []
+    for _ in range(6):
+        dist.all_reduce(tensor)
+    before = group._get_sequence_number_for_group()
+    if rank == 0:
+        time.sleep(1.0)
+        dist.all_reduce(tensor)
+        return
+    thread = threading.Thread(target=lambda: dist.all_reduce(tensor))
+    thread.start()
+    time.sleep(0.5)
+    seen.append(group._get_sequence_number_for_group())
+    thread.join()
+    assert [*seen, group._get_sequence_number_for_group()] == [before + 1] * 2
+
+
 def leaves_nothing(rank: int, n: int) -> None:
     """The table keeps neither tensors nor the group."""
     group = dist.new_group()
@@ -227,7 +246,9 @@ def from_two_threads(rank: int, n: int) -> None:
     assert not errors
 
 
-@pytest.mark.parametrize("fn", [every_kind, same_place_another_tensor, leaves_nothing, from_two_threads, late, large])
+@pytest.mark.parametrize(
+    "fn", [every_kind, same_place_another_tensor, leaves_nothing, from_two_threads, late, large, counts]
+)
 def test_repeated_calls(fn: Any) -> None:
     run_shm_ranks(fn, 2)
 

@@ -293,10 +293,11 @@ class CollectiveCalls(VerbGroup):
         kind = _REPEATED.get(method)
         if kind is None or (job := self._repeats.find(kind, self._link.turn, args)) is None:
             return None
-        if not self._turns.at_once(job):
-            return None
-        self._num_calls += 1
-        return self._done
+        self._num_calls += 1  # first, as in ``_begin``: while this rank waits for others, it has started the call
+        if self._turns.at_once(job):
+            return self._done
+        self._num_calls -= 1
+        return None
 
     def _begin(self, call: PreparedCall, method: str, args: Sequence[Any]) -> dist.Work:
         """Run a prepared call in its turn: before this method returns, or later if the options say ``asyncOp``."""
