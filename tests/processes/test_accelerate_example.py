@@ -52,7 +52,9 @@ def test_the_example_with_one_variable_has_the_losses_of_accelerates_own_ddp(dat
 
 
 def test_the_example_learns_alone(data: Path, tmp_path: Path) -> None:
-    losses, accuracies = numbers(python(EXAMPLE, data, "--max_length", 16, "--epochs", 4, folder=tmp_path))
+    losses, accuracies = numbers(
+        python(EXAMPLE, data, "--max_length", 16, "--epochs", 4, folder=tmp_path, timeout_s=280.0)
+    )
     assert losses[-1] < 0.3 and accuracies[-1] > 0.9
 
 

@@ -37,8 +37,10 @@ world = gz.init()
 layer = torch.nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
 model = torch.nn.TransformerEncoder(layer, 2)
 model, optimizer = gz.prepare(model, torch.optim.SGD(model.parameters(), lr=lr.parse_args().lr))
-model(torch.ones(4, 3, 4)).sum().backward()
-optimizer.step()
+for _ in range(20):
+    model(torch.ones(4, 3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 gz.shutdown()
 """
 
@@ -90,10 +92,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("words", runnable(), ids=" ".join)
 def test_the_command_runs(words: list[str], folder: Path) -> None:
     """Some go on with what those before them have made."""
-    done = guozhuang(*words[1:], folder=folder, timeout_s=110, PYTHONPATH=f"{folder}")
+    done = guozhuang(*words[1:], folder=folder, timeout_s=300, PYTHONPATH=f"{folder}")
     assert done.returncode == 0, done
 
 
