@@ -182,6 +182,16 @@ def late(rank: int, n: int) -> None:
         dist.all_reduce(tensor)
 
 
+def gives_nothing(rank: int, n: int) -> None:
+    """A rank that gives empty tensors still hears what its peers have freed; they are not held up by unread messages."""
+    group: Any = dist.group.WORLD
+    for i in range(250):
+        given = group.empty(40_000).fill_(i) if rank == 0 else torch.empty(0)
+        taken = [torch.empty(40_000 if r == 0 else 0) for r in range(n)]
+        dist.all_gather(taken, given)
+        assert taken[0][-1] == i
+
+
 def counts(rank: int, n: int) -> None:
     """A rank that waits in a repeated call has started it, as the report of a hang says."""
     group: Any = dist.group.WORLD

@@ -268,7 +268,7 @@ class Endpoint:
         With ``is_read`` also its address, for peers that read it from there; and whether this rank can read theirs, and the
         kernel lets them read this tensor. It refuses memory of devices, for example what CUDA has pinned.
         """
-        place = self._arena.locate(address, num_bytes) if address else None
+        place = self._arena.locate(address, num_bytes)  # also of nothing: it reads peers' messages
         reads = is_read and self.reads and (not address or is_readable(address, num_bytes))
         read = (reads, address) if is_read else (False, 0)
         if place is None:
@@ -322,6 +322,7 @@ class Endpoint:
 
     def leave(self) -> None:
         """Notify the peers that this rank has left the group."""
+        self.single = None  # it refers to this object
         if self._engine.state_of(self.rank) == RankState.ALIVE:
             self._engine.set_state(RankState.LEFT)
 
