@@ -257,7 +257,7 @@ def from_two_threads(rank: int, n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "fn", [every_kind, same_place_another_tensor, leaves_nothing, from_two_threads, late, large, counts]
+    "fn", [every_kind, same_place_another_tensor, leaves_nothing, from_two_threads, late, large, counts, gives_nothing]
 )
 def test_repeated_calls(fn: Any) -> None:
     run_shm_ranks(fn, 2)
