@@ -175,9 +175,7 @@ def beside_others(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     if "PYTEST_XDIST_TESTRUNUID" not in os.environ:
         yield
         return
-    folder = (
-        tmp_path_factory.getbasetemp().parent
-    )  # the same for all workers of a run; pytest removes those of earlier runs
+    folder = tmp_path_factory.getbasetemp().parent  # of all workers of a run; pytest removes those of earlier runs
     mode = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
     with open(folder / "turn", "w") as turn, open(folder / "running", "w") as running:
         fcntl.flock(turn, fcntl.LOCK_EX)

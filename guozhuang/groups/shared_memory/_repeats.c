@@ -1,13 +1,14 @@
-/* A table of small collectives that were called before: what Python prepared for a call is found by the call's arguments.
+/* A table of collectives that were called before: what Python prepared for a call is found by the call's arguments.
 
    [Note: calls that repeat]
-   To check the arguments of a call and to find the program for it costs Python several times what the call itself costs, and a
-   training script makes the same small calls in every step. So the job of a call is stored under everything that it depends
+   To check the arguments of a call and to find the program for it costs Python several times what a small call itself costs, and
+   a training script makes the same calls in every step. So the job of a call is stored under everything that it depends
    on: the kind of the call, the one-shot area whose turn it is, the operation or the root, and of each tensor the address, the
    number of elements and the dtype. Each call reads all of these again, and whether its tensors are plain: of the class Tensor
    itself, in the memory of the CPU, aligned, contiguous, neither conjugated nor negated, and not over each other, so that no
-   copy of them is needed. A call that is not like that, that has a time-out of its own, or that is asynchronous has no key, and whatever
-   raises while its arguments are read has none either: the ordinary way then raises what is right.
+   copy of them is needed. A call that is not like that, that has a time-out of its own, or that is asynchronous has no key, and
+   whatever raises while its arguments are read has none either: the ordinary way then raises what is right. Where the tensors of
+   the other ranks lie is no part of the key: the job of a large call compares that each time (`Endpoint.begin_placed`).
 
    A job is stored when its key comes for the second time: tensors that are new in each step have keys that never come again. */
 #include "_repeats.h"

@@ -33,8 +33,8 @@ from .rendezvous import Peers
 
 MEETING: Final = Program(trailing_barrier=True)  # a program of one barrier: compares the ranks' calls, moves no data
 Terms = tuple[float, int]  # (time-out in seconds, microseconds that a wait spins before it sleeps)
-# Where a tensor lies: whether peers can map it, its segment and the offset there in bytes; whether this rank can read the
-# memory of all others, and the tensor's address, which is for those that can.
+# Where a tensor lies: whether peers can map it, its segment and the offset there in bytes; whether it may be read from this
+# process, and this rank can read the memory of all others; and the tensor's address, which is for that.
 _PLACE: Final = struct.Struct("<BqqBq")
 
 
@@ -43,7 +43,7 @@ class PlacedCall(NamedTuple):
 
     Attributes:
         key: everything that ``program_for`` depends on besides the places.
-        what: the operation in words; must be the same on all ranks.
+        what: the operation in words; must be the same on all ranks, at most 256 bytes.
         address: of this rank's tensor, which peers map or read; 0: it has none for them.
         num_bytes: of that tensor.
         is_read: whether peers that cannot map the tensor may read it from this process.
@@ -91,10 +91,10 @@ class Endpoint:
         self.programs = Programs()
         self._is_open = False  # whether an operation has begun that will run further programs
         self._is_told = False  # whether the peers know that this rank refuses the call
-        # Runs the running call's only operation again, given the turn that it had; None: there are several, or none yet.
-        # It returns False if it did nothing, because ``perform`` has something to do first.
+        # Runs the running call's last operation again, given the turn that it had; None: there was none, or it is of several
+        # parts. It returns False if it did nothing, because ``perform`` has something to do first.
         self.single: Callable[[int], bool] | None = None
-        self.sync_terms: Terms = (0.0, 0)  # those of calls that ``again`` runs
+        self.sync_terms: Terms = (0.0, 0)  # those of calls that ``single`` runs again
 
     @property
     def one_shot(self) -> tuple[int, ...]:
@@ -166,12 +166,10 @@ class Endpoint:
         self._is_open = True
         stored = self.programs.find(call.key)
         private = self.place_of(call.address, call.num_bytes, call.is_read)
-        assert stored is None or stored.places is not None, "a key of a call whose program depends on no places"
-        if stored is None:
-            self._begin(call.what, MEETING, terms, private)
-        elif self._begin(call.what, MEETING, terms, private, stored.places, stored.program):
+        expected, then = (stored.places, stored.program) if stored is not None else (None, None)
+        if self._begin(call.what, MEETING, terms, private, expected, then) and expected is not None:
             self._is_open = False
-        if self._is_open:
+        else:
             places = tuple(self._engine.privates())
             program = call.program_for(places)
             self.programs.put(Stored(call.key, program, places))
@@ -195,7 +193,7 @@ class Endpoint:
         self._deadline = time.monotonic() + timeout_s
         self._what = what
         self.turn ^= 1
-        return self._run(program, what[:DESCRIPTOR_BYTES], private, timeout_s, expected, then)
+        return self._run(program, what, private, timeout_s, expected, then)
 
     def _again(self, what: bytes, program: Program, turn: int) -> bool:
         """Run an operation as ``begin`` did, within ``sync_terms``; return False, with nothing done, where that cannot be.
@@ -207,16 +205,9 @@ class Endpoint:
         """
         if self.turn != turn or self.failure is not None or self._peers.has_freed:
             return False
-        timeout_s, spin_us = self.sync_terms
+        timeout_s, self._spin_us = self.sync_terms
         self._what, self.turn = what, turn ^ 1
-        try:
-            status, ranks = self._engine.run(program, what, b"", timeout_s, spin_us)
-        except BaseException as error:
-            self.give_up(error)
-            raise
-        if status:
-            self._fail(status, ranks, timeout_s)
-        return True
+        return self._run(program, what, b"", timeout_s)
 
     def _again_placed(self, call: PlacedCall, turn: int) -> bool:
         if self.failure is not None:

@@ -193,7 +193,7 @@ class Mail(Protocol):
 
 
 class Repeats(Protocol):
-    """A table of small collectives that were called before, by what a call depends on. Made by ``make_repeats``.
+    """A table of collectives that were called before, by what a call depends on. Made by ``make_repeats``.
 
     See [Note: calls that repeat] in _repeats.c. The arguments ``args`` are those of the group's method, the options last.
     """

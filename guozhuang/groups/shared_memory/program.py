@@ -76,9 +76,7 @@ class Status(enum.IntEnum):
     LATE = 4  # ranks did not arrive within the time-out
     DIFFER = 5  # ranks passed different descriptors, so made different calls
     UNREAD = 6  # the memory of a rank's process cannot be read (any more)
-    UNEXPECTED = (
-        7  # nothing failed, but the private bytes of the ranks were not those expected, and ``then`` did not run
-    )
+    UNEXPECTED = 7  # nothing failed, but ``then`` did not run, as the ranks' private bytes were not those expected
 
 
 Outcome = tuple[int, tuple[int, ...]]  # (Status as int, ranks in ascending order)

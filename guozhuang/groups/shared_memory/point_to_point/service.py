@@ -219,7 +219,7 @@ class PointToPoint:
             return self._one_message.look(transfer, spin_s)
         except (
             BaseException
-        ) as unexpected:  # of a signal's handler, too: the message may be gone, and the transfer not ended
+        ) as unexpected:  # also of a signal's handler: the message may be gone, the transfer not ended
             self._fall_over(unexpected)
             raise
 
