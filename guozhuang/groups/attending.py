@@ -16,16 +16,18 @@ import select
 import threading
 import time
 from collections.abc import Callable, Set
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 _AWAY_S: Final = 0.002
 _LONGEST_AWAY_S: Final = 0.02  # while one thread waits for long
 _MOMENT_S: Final = 0.0005
-_MOST_SKIPS: Final = 16  # waits without a look, after looks in vain
+_MOST_SKIPS: Final = 16  # occasions without a look, after looks in vain
 _ACTIVE_S: Final = 1.0  # the thread sleeps in naps for so long after the last wait, so that nobody needs to wake it
 _NAP_S: Final = 0.2
 _LONGEST_SLEEP_S: Final = 3600.0
 _NONE: Final[Set[int]] = frozenset()
+_A = TypeVar("_A")
+_T = TypeVar("_T")
 
 
 class Looks(Protocol):
@@ -36,6 +38,28 @@ class Looks(Protocol):
 
     def arm(self) -> bool:
         """Have the next message make a descriptor ready; return whether there is one already."""
+
+
+class SpinLimit:
+    """How long to look for something before one does other things: not at all on some occasions after looks in vain."""
+
+    def __init__(self) -> None:
+        self._vain = self._skips = 0  # looks in vain, one after the other; occasions that do without
+
+    def of(self, limit_s: float) -> float:
+        """Return the given limit of a look, in seconds, or 0."""
+        return 0.0 if self._skips else limit_s
+
+    def next_of(self, limit_s: float) -> float:
+        """Return the same on the next occasion."""
+        if self._skips:
+            self._skips -= 1
+        return 0.0 if self._skips else limit_s
+
+    def count(self, found: bool) -> None:
+        """Count a look; those in vain are counted also where both ranks share a core."""
+        self._vain = 0 if found else self._vain + 1
+        self._skips = min(2**self._vain, _MOST_SKIPS) if self._vain else 0
 
 
 class Attendant:
@@ -73,7 +97,7 @@ class Attendant:
         self._sleeps = False  # whether the own thread polls all descriptors
         self._attending = 0  # the thread that waits and processes meanwhile
         self._processing = 0  # the thread that is inside ``process``
-        self._vain = self._skips = 0  # looks in vain, one after the other; waits that do not look first
+        self._spins = SpinLimit()  # of waits
 
     def register(self, fd: int, events: int) -> None:
         """Poll a descriptor for these events from now on; also changes the events."""
@@ -126,13 +150,13 @@ class Attendant:
         """
         if self._attending or not self.lock.acquire(False):
             return False
-        spin_s, found = 0.0 if self._skips else spin_s, False
+        spin_s, found = self._spins.of(spin_s), False
         try:
             self._attending = threading.get_ident()
             found = first(spin_s)
         finally:
             if spin_s:
-                self._count(found)
+                self._spins.count(found)
             self._attending, self._away_until = 0, time.monotonic() + _AWAY_S
             self.lock.release()
         return found
@@ -157,8 +181,7 @@ class Attendant:
         spin_s, poller = 0.0, self._pollers[2 if is_nested else 1]
         try:
             self._attending = threading.get_ident()
-            self._skips = max(self._skips - 1, 0)
-            spin_s = 0.0 if self._skips else self._spin_s
+            spin_s = self._spins.next_of(self._spin_s)
             while not is_done() and not self._has_ended() and now < begin + limit_s:
                 if now >= begin + spin_s:
                     self._call(self._poll(poller, begin + limit_s - now))
@@ -166,7 +189,7 @@ class Attendant:
                     self._call(_NONE)
                 now = time.monotonic()
             if spin_s:
-                self._count(now <= begin + spin_s)
+                self._spins.count(now <= begin + spin_s)
         finally:
             if not is_nested:
                 self._attending, self._away_until = 0, time.monotonic() + _AWAY_S
@@ -177,23 +200,29 @@ class Attendant:
                 if now > begin + _LONGEST_AWAY_S or self._sleeps_long:
                     self.wake()
 
-    def _count(self, found: bool) -> None:
-        """Count looks in vain, also those where both ranks share a core; after them some waits do without."""
-        self._vain = 0 if found else self._vain + 1
-        self._skips = min(2**self._vain, _MOST_SKIPS) if self._vain else 0
-
     def attend_now(self) -> None:
         """Let ``process`` know that a transfer has begun, in this thread if none is at it, else in that one."""
-        if self.lock.acquire(blocking=False):
-            self._processing = threading.get_ident()
-            try:
-                self._sleep_s = self._process(None)
-            finally:
-                self._processing = 0
-                self.lock.release()
-            if not self._sleeps_long:
-                return
-        self.wake()
+        if not self.at_once(self._begun, None) or self._sleeps_long:
+            self.wake()
+
+    def _begun(self, ready: Set[int] | None) -> bool:
+        self._sleep_s = self._process(ready)
+        return True
+
+    def stay_away(self) -> None:
+        """Let the own thread stay away for a moment, as after a wait. See [Note: who waits attends]."""
+        self._away_until = time.monotonic() + _AWAY_S
+
+    def at_once(self, first: Callable[[_A], _T], argument: _A) -> _T | None:
+        """Call ``first`` in this thread under ``lock`` if no thread holds that, and return what it returns; else None."""
+        if not self.lock.acquire(False):
+            return None
+        self._processing = threading.get_ident()
+        try:
+            return first(argument)
+        finally:
+            self._processing = 0
+            self.lock.release()
 
     def _poll(self, poller: select.poll, at_most_s: float) -> Set[int]:
         """Sleep until a descriptor is ready, or not at all if a message is there; return the descriptors."""

@@ -80,7 +80,7 @@ def group(rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[
         peers.pids = [NOBODY] * size
     arena, p2p = Arena(peers), PointToPoint(peers, timeout_s, reads=way != "streams")
     peers.pids = pids
-    p2p._along_bytes = 16 << 10  # so that payloads of tests stream which are small enough to lie whole in a ring
+    p2p._outbox.along_bytes = 16 << 10  # so that payloads of tests stream which are small enough to lie whole in a ring
     try:
         yield peers, arena, p2p
     finally:

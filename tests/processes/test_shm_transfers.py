@@ -19,7 +19,7 @@ from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError
 from guozhuang.groups.shared_memory.engine import STATE_OFFSET, RankState
 from guozhuang.groups.shared_memory.point_to_point import PointToPoint
 from guozhuang.groups.shared_memory.point_to_point.messages import STREAM
-from guozhuang.groups.shared_memory.point_to_point.transfers import Transfer
+from guozhuang.groups.shared_memory.point_to_point.transfers import Ended, Transfer
 from tests.processes.shm_peers import (
     a_store,
     barrier,
@@ -47,8 +47,8 @@ def many(rank: int, size: int) -> None:
     others = [peer for peer in range(size) if peer != rank]
     shuffled = torch.randperm(tags * len(others), generator=torch.Generator().manual_seed(rank)).tolist()
     with group(rank, size) as (_, _, p2p):
-        sends: list[Transfer] = []
-        receives: list[tuple[Transfer, torch.Tensor, int, int]] = []
+        sends: list[Transfer | Ended] = []
+        receives: list[tuple[Transfer | Ended, torch.Tensor, int, int]] = []
         for turn in range(turns):
             for at in shuffled:
                 peer, tag = others[at // tags], at % tags

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Set
 
 import pytest
 
-from guozhuang.groups.attending import Attendant
+from guozhuang.groups.attending import Attendant, SpinLimit
 from tests.waiting import until
 
 
@@ -116,6 +116,30 @@ def test_a_wait_inside_of_a_callback_does_not_process(reads: Reads) -> None:
     attendant.attend_now()
     attendant.close()
     assert len(seen) == 1 and seen[0] < 5.0
+
+
+def test_what_is_called_at_once_has_the_lock_and_neither_waits_for_it_nor_keeps_it(reads: Reads) -> None:
+    attendant = reads.attendant
+
+    def within(argument: int) -> tuple[int, bool, object]:
+        attendant.attend(lambda: False, 10.0)  # the handler of a signal that waits would come back at once
+        return argument, attendant.lock.locked(), attendant.at_once(within, 2)
+
+    assert attendant.at_once(within, 1) == (1, True, None)
+    with pytest.raises(ZeroDivisionError):
+        attendant.at_once(lambda number: 1 / number, 0)
+    assert attendant.at_once(within, 3) == (3, True, None)
+
+
+def test_looks_in_vain_become_rare_and_one_that_finds_something_brings_them_back() -> None:
+    spins = SpinLimit()
+    for skipped in (1, 3, 7, 15, 15):
+        assert spins.of(0.1) == spins.next_of(0.1) == 0.1
+        spins.count(False)
+        assert spins.of(0.1) == 0.0 and [spins.next_of(0.1) for _ in range(skipped)] == [0.0] * skipped
+        assert spins.next_of(0.1) == 0.1
+    spins.count(True)
+    assert spins.next_of(0.1) == spins.next_of(0.1) == 0.1
 
 
 def test_the_handler_of_a_signal_can_wait_inside_of_a_wait(reads: Reads) -> None:

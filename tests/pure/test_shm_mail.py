@@ -59,7 +59,7 @@ def test_messages_arrive_whole_and_in_order_and_a_full_ring_takes_no_more(ends: 
     assert not second.arm() and first.put(1, 0, 0, 0, 0, 0, 0, 0) and first.put(1, 0, 0, 1, 0, 0, 0, 0)
     assert is_woken(at_second) and not is_woken(at_second) and second.arm()
     for wrong in ((0, 0), (2, 0), (1, 1000)):
-        with pytest.raises(ValueError, match="no such rank, or too long"):
+        with pytest.raises(ValueError, match=r"no such rank|too long a message"):
             first.put(wrong[0], 0, 0, 0, 0, 0, values.data_ptr(), wrong[1])
 
 
@@ -143,6 +143,31 @@ def test_a_payload_is_read_from_the_sender_unless_it_was_given_up(ends: Ends) ->
     assert not second.fetch(0, got.data_ptr(), 20_000, 0, first.retracted(1))  # nothing lies there
     with pytest.raises(ValueError, match="no such rank"):
         first.retract(0)
+
+
+def test_an_offer_goes_with_its_payload_or_where_that_lies_and_looks_for_the_answer(ends: Ends) -> None:
+    first, second, _, _ = ends
+    given, got = torch.arange(200, dtype=torch.uint8), torch.zeros(200, dtype=torch.uint8)
+
+    def offer(kind: int, number: int, num_bytes: int = 200) -> bool | None:
+        return first.offer(1, kind, 7, number, 5, 200, given.data_ptr(), num_bytes, 0.0)
+
+    for number, kind in enumerate((messages.OFFER, messages.APART)):
+        assert offer(kind, number) is False  # it was sent, and nobody has answered
+        assert second.receive(0, 5, 7, 200, got.data_ptr(), 200, 0.0) and got.equal(given)
+        assert first.confirm(1, messages.DONE, number, 0.0)
+        got.zero_()
+    assert second.put(0, messages.DONE, 0, 8, 0, 0, 0, 0) and second.put(0, messages.DONE, 0, 9, 0, 0, 0, 0)
+    assert offer(messages.OFFER, 9) is False and offer(messages.OFFER, 8) is True and first.take(-1) is not None
+    assert offer(messages.OFFER, 10) is False and offer(messages.OFFER, 11) is None  # there is no room
+    kinds = []
+    while (message := second.take(-1)) is not None:
+        kinds.append(message[1:5])
+    assert kinds == [(messages.OFFER, 7, number, 5) for number in (9, 8, 10)]
+    with pytest.raises(ValueError, match="no such rank"):
+        first.offer(0, messages.OFFER, 7, 1, 5, 1, given.data_ptr(), 1, 0.0)
+    with pytest.raises(ValueError, match="too long a message"):
+        offer(messages.OFFER, 12, 1000)
 
 
 def test_rings_shrink_with_the_number_of_ranks() -> None:

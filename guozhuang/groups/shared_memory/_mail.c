@@ -161,32 +161,45 @@ static int integers(PyObject *const *args, Py_ssize_t num, long long *values) {
     return 0;
 }
 
-static PyObject *mail_put(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
-    mail *self = (mail *)object;
-    long long given[8];
-    if (num_args != 8) return PyErr_Format(PyExc_TypeError, "put takes 8 arguments by position (%zd given)", num_args);
-    if (integers(args, num_args, given) < 0) return NULL;
-    const int peer = (int)given[0];
-    header head = {.payload_bytes = (uint32_t)given[7], .kind = (uint8_t)given[1], .dtype = (uint8_t)given[2]};
-    memcpy(head.numbers, given + 3, sizeof head.numbers);
-    head.num_bytes = (sizeof head + (uint64_t)given[7] + 7) / 8 * 8;
+/* Write a message with its payload. 0: there is no room, and the reader tells when there is; -1 with an exception set: never. */
+static int put(mail *self, int peer, header *head, const void *payload) {
     const uint64_t room = room_of(self, MESSAGES);
-    if (peer < 0 || peer >= self->size || peer == self->rank || given[7] < 0 || head.num_bytes > room) {
-        gz_invalid("no such rank, or too long a message");
-        return NULL;
-    }
+    head->num_bytes = (sizeof *head + (uint64_t)head->payload_bytes + 7) / 8 * 8;
+    if (head->num_bytes > room) return gz_invalid("too long a message"), -1;
     ring *to = ring_of(self, MESSAGES, self->rank, peer);
     const uint64_t at = to->written;
-    for (int look = 0; at + head.num_bytes - __atomic_load_n(&to->read, __ATOMIC_ACQUIRE) > room; look++) {
-        if (look) Py_RETURN_FALSE;
+    for (int look = 0; at + head->num_bytes - __atomic_load_n(&to->read, __ATOMIC_ACQUIRE) > room; look++) {
+        if (look) return 0;
         __atomic_store_n(&to->blocked, 1, __ATOMIC_RELAXED);
         __atomic_thread_fence(__ATOMIC_SEQ_CST);
     }
-    copy_in(to, room, at, &head, sizeof head);
-    copy_in(to, room, at + sizeof head, (const void *)(uintptr_t)given[6], (size_t)given[7]);
-    __atomic_store_n(&to->written, at + head.num_bytes, __ATOMIC_RELEASE);
+    copy_in(to, room, at, head, sizeof *head);
+    copy_in(to, room, at + sizeof *head, payload, head->payload_bytes);
+    __atomic_store_n(&to->written, at + head->num_bytes, __ATOMIC_RELEASE);
     wake_if(self, peer, asleep_of(self, peer));
-    Py_RETURN_TRUE;
+    return 1;
+}
+
+/* Read the eight arguments of a message; return the peer, -1 with an exception set if they make no sense. */
+static int read_message(const mail *self, PyObject *const *args, header *head, const void **payload) {
+    long long given[8]; /* peer, kind, dtype, three numbers, address, bytes */
+    if (integers(args, 8, given) < 0) return -1;
+    if (given[0] < 0 || given[0] >= self->size || given[0] == self->rank || given[7] < 0 || given[7] > UINT32_MAX)
+        return gz_invalid("no such rank, or too long a message"), -1;
+    *head = (header){.payload_bytes = (uint32_t)given[7], .kind = (uint8_t)given[1], .dtype = (uint8_t)given[2]};
+    memcpy(head->numbers, given + 3, sizeof head->numbers);
+    *payload = (const void *)(uintptr_t)given[6];
+    return (int)given[0];
+}
+
+static PyObject *mail_put(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    mail *self = (mail *)object;
+    header head;
+    const void *payload;
+    if (num_args != 8) return PyErr_Format(PyExc_TypeError, "put takes 8 arguments by position (%zd given)", num_args);
+    const int peer = read_message(self, args, &head, &payload);
+    const int was_put = peer < 0 ? -1 : put(self, peer, &head, payload);
+    return was_put < 0 ? NULL : PyBool_FromLong(was_put);
 }
 
 static int has_pulled(const mail *self, int peer) { return self->payloads[2 * peer].is_here && !self->payloads[2 * peer].left; }
@@ -218,7 +231,7 @@ static int look(mail *self, int64_t limit_ns) {
             continue;
         }
         gz_relax();
-        if (looks % LOOKS_PER_CLOCK) continue;
+        if (limit_ns > 0 && looks % LOOKS_PER_CLOCK) continue;
         const int64_t spent = gz_now_ns() - begin;
         if (spent >= limit_ns) return 0;
         if (spent >= self->busy_ns) sched_yield();
@@ -298,6 +311,18 @@ static int fetch(const mail *self, int peer, void *to, uint64_t num_bytes, uint6
     return __atomic_load_n(&of_peer->retracted, __ATOMIC_ACQUIRE) == retracted;
 }
 
+/* Look for so long for a message of a peer, and remove it if it is this one. */
+static int confirm(mail *self, int peer, int kind, int64_t number, double limit_s) {
+    header head;
+    Py_BEGIN_ALLOW_THREADS
+    look(self, (int64_t)(limit_s * 1e9));
+    Py_END_ALLOW_THREADS
+    ring *from = next_of(self, peer, &head);
+    if (from == NULL || head.kind != kind || head.numbers[0] != number || others_wait(self, peer)) return 0;
+    drop(self, peer, from, &head);
+    return 1;
+}
+
 static PyObject *mail_confirm(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
     mail *self = (mail *)object;
     long long given[3]; /* peer, kind, number */
@@ -305,15 +330,28 @@ static PyObject *mail_confirm(PyObject *object, PyObject *const *args, Py_ssize_
     const double limit_s = PyFloat_AsDouble(args[3]);
     if (integers(args, 3, given) < 0 || (limit_s == -1.0 && PyErr_Occurred())) return NULL;
     if (given[0] < 0 || given[0] >= self->size || given[0] == self->rank) return gz_invalid("no such rank"), NULL;
-    const int peer = (int)given[0];
+    return PyBool_FromLong(confirm(self, (int)given[0], (int)given[1], given[2], limit_s));
+}
+
+/* offer(the eight arguments of put, limit_s): None: no room; else whether the peer has all of it already. */
+static PyObject *mail_offer(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {
+    mail *self = (mail *)object;
     header head;
-    Py_BEGIN_ALLOW_THREADS
-    look(self, (int64_t)(limit_s * 1e9));
-    Py_END_ALLOW_THREADS
-    ring *from = next_of(self, peer, &head);
-    if (from == NULL || head.kind != given[1] || head.numbers[0] != given[2] || others_wait(self, peer)) Py_RETURN_FALSE;
-    drop(self, peer, from, &head);
-    Py_RETURN_TRUE;
+    const void *payload;
+    if (num_args != 9) return PyErr_Format(PyExc_TypeError, "offer takes 9 arguments by position (%zd given)", num_args);
+    const double limit_s = PyFloat_AsDouble(args[8]);
+    if (limit_s == -1.0 && PyErr_Occurred()) return NULL;
+    const int peer = read_message(self, args, &head, &payload);
+    if (peer < 0) return NULL;
+    const uint64_t place[2] = {(uint64_t)(uintptr_t)payload, ring_of(self, PAYLOADS, self->rank, peer)->retracted};
+    if (head.kind == APART) {
+        payload = place;
+        head.payload_bytes = sizeof place;
+    }
+    const int was_put = put(self, peer, &head, payload);
+    if (was_put < 0) return NULL;
+    if (was_put == 0) Py_RETURN_NONE;
+    return PyBool_FromLong(confirm(self, peer, DONE, head.numbers[0], limit_s));
 }
 
 /* receive(peer, tag, dtype, num_elements, address, num_bytes, limit_s); without the GIL: whether it was received. */
@@ -498,6 +536,7 @@ static PyObject *mail_new(PyTypeObject *type, PyObject *args, PyObject *keywords
 
 static PyMethodDef mail_methods[] = {
     {"put", (PyCFunction)(void (*)(void))mail_put, METH_FASTCALL, NULL},
+    {"offer", (PyCFunction)(void (*)(void))mail_offer, METH_FASTCALL, NULL},
     {"take", mail_take, METH_O, NULL},
     {"push", (PyCFunction)(void (*)(void))mail_push, METH_FASTCALL, NULL},
     {"pull", (PyCFunction)(void (*)(void))mail_pull, METH_FASTCALL, NULL},

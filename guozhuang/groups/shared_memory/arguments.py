@@ -35,7 +35,7 @@ _COMBININGS: Final[dict[tuple[int, torch.dtype, int], Combining]] = {}  # cache,
 
 def one(tensors: Sequence[Tensor] | Tensor, what: str, rank: int) -> Tensor:
     """Return the single tensor of an argument that torch.distributed wraps in a list."""
-    if isinstance(tensors, Tensor):
+    if type(tensors) is not list and isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
         refuse(f"{what} takes one tensor a rank", len(tensors), rank, "pass a list of one tensor")

@@ -140,6 +140,28 @@ class Mail(Protocol):
             False: there is no room now. Nothing was written; this rank's ``poll`` on the peer's socket wakes when there is.
         """
 
+    def offer(
+        self,
+        peer: int,
+        kind: int,
+        dtype: int,
+        number: int,
+        tag: int,
+        num_elements: int,
+        address: int,
+        num_bytes: int,
+        limit_s: float,
+        /,
+    ) -> bool | None:
+        """Write the offer of a send as ``put`` does, and look for at most so many seconds for the answer that it is done.
+
+        Args:
+            kind: OFFER: the payload goes along; APART: only where it lies does.
+
+        Returns:
+            Whether the answer came, which is then removed; None: there is no room, and nothing was written.
+        """
+
     def take(self, peer: int, /) -> tuple[int, int, int, int, int, int, bytes] | None:
         """Return and remove a message of a peer, or of any peer in turn if ``peer`` is -1; None if there is none.
 

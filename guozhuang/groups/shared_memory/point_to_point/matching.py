@@ -53,6 +53,7 @@ class UnderWay:
         receives: receives that have requested a payload, by source and number of the send.
         lost: for each rank that is gone: the reason, and whether it left the group properly.
         gave_up: for each rank whose group broke: the reason.
+        is_closed: whether no transfer may begin any more.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -61,6 +62,7 @@ class UnderWay:
         self.receives: dict[tuple[int, int], Transfer] = {}
         self.lost: dict[int, tuple[str, bool]] = {}
         self.gave_up: dict[int, str] = {}
+        self.is_closed = False
         self._turn = 0
         self._posted: dict[tuple[int | None, int], deque[tuple[int, Transfer]]] = {}
         self._offers: dict[tuple[int, int], deque[Offer]] = {}

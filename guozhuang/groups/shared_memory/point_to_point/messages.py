@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..engine import Mail
+from ..engine import Mail, mail_ring_bytes
 from .transfers import Transfer
 
 # The kinds of messages, and the meaning of their three numbers.
@@ -45,10 +45,18 @@ class Outbox:
         mail: takes the messages.
         size: number of ranks.
         lost: the ranks that are gone, to which nothing is sent.
+        reads: whether ranks read each other's memory.
+
+    Attributes:
+        along_bytes: the most bytes of a payload that is sent with its offer.
     """
 
-    def __init__(self, mail: Mail, size: int, lost: Container[int]) -> None:
+    def __init__(self, mail: Mail, size: int, lost: Container[int], reads: bool) -> None:
         self._mail, self._lost = mail, lost
+        most = MOST_ALONG_OF_READERS_BYTES if reads else MOST_ALONG_BYTES
+        self.along_bytes = min(most, mail_ring_bytes(size)[0] // 4)
+        self._read_bytes = MOST_READ_BYTES if reads else 0
+        self._place = (ctypes.c_char * PLACE.size)()  # the payload of an APART, while it is sent
         # By receiver: messages as arguments of ``Mail.put``, and copies of their payloads.
         self._waiting: list[deque[tuple[tuple[int, int, int, int, int, int, int], Tensor | None]]] = [
             deque() for _ in range(size)
@@ -78,6 +86,22 @@ class Outbox:
             address = kept.data_ptr()
         waiting.append(((kind, dtype, number, second, third, address, num_bytes), kept))
         self._peers.add(peer)
+
+    def offer(self, send: Transfer) -> None:
+        """Send the offer of a send."""
+        assert send.peer is not None
+        kind, num_bytes = self.kind_of(send.num_bytes)
+        address = send.address
+        if kind == APART:
+            PLACE.pack_into(self._place, 0, address, self._mail.retracted(send.peer))
+            address, num_bytes = ctypes.addressof(self._place), len(self._place)
+        self.say(send.peer, kind, send.number, send.tag, send.num_elements, send.dtype, address, num_bytes)
+
+    def kind_of(self, num_bytes: int) -> tuple[int, int]:
+        """Return the kind of the offer of a payload of so many bytes, and how many of them it has with it or tells of."""
+        if num_bytes <= self.along_bytes:
+            return OFFER, num_bytes
+        return (APART, num_bytes) if num_bytes <= self._read_bytes else (OFFER, 0)
 
     def flush(self, limit_s: float = 0.0) -> None:
         """Send what is queued as far as there is room, waiting ``limit_s`` for it; peers wake this rank when there is more."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
-import itertools
 import math
 import select
 import socket
@@ -40,20 +39,21 @@ from guozhuang.errors import WorldError, explain
 
 from ...attending import Attendant
 from ..arguments import Bytes
-from ..engine import DOING_BYTES, DOING_OFFSET, STATE_OFFSET, RankState, mail_ring_bytes, make_mail
+from ..engine import DOING_BYTES, DOING_OFFSET, STATE_OFFSET, RankState, make_mail
 from ..peers import ended_events, is_closed
 from ..rendezvous import Peers
 from . import messages, transfers
 from .matching import Offer, UnderWay
 from .messages import Outbox, Streams
-from .one_message import OneMessage
-from .transfers import Memory, Transfer
+from .one_message import OneMessage, Terms
+from .transfers import Ended, Memory, Transfer
 
 _MESSAGES_PER_TURN: Final = 64  # most messages that are processed before new transfers begin
 _LOOK_S: Final = 0.2  # seconds between two checks whether a rank's group broke, while transfers are unfinished
 _LONGEST_SLEEP_S: Final = 3600.0
 _SPIN_S: Final = 200e-6
 _CROWDED_SPIN_S: Final = 100e-6
+_AT_ONCE_S: Final = 20e-6  # how long a call that begins a transfer looks for its end
 _FAREWELL_S: Final = 1.0  # longest time to send queued messages when the group is destroyed
 _JOIN_S: Final = 5.0
 _DESTROYED: Final = ("this group was destroyed; it sends and receives no more", "make a new group")
@@ -83,8 +83,6 @@ class PointToPoint:
         pages = [segment.address for segment in peers.segments]
         sockets = [-1 if channel is None else channel.fileno() for channel in peers.channels]
         self._mail = make_mail(self._rank, pages, sockets, peers.pids, crowded)
-        most = messages.MOST_ALONG_OF_READERS_BYTES if reads else messages.MOST_ALONG_BYTES
-        self._along_bytes, self._reads = min(most, mail_ring_bytes(self._size)[0] // 4), reads
         self._states = [ctypes.c_uint32.from_address(page + STATE_OFFSET) for page in pages]
         self._closing = threading.Lock()  # guards the next three attributes
         self._new: deque[Transfer] = deque()
@@ -98,11 +96,10 @@ class PointToPoint:
             self._attendant.register(channel.fileno(), select.POLLIN)
             self._attendant.register(peers.pidfds[peer], ended_events(peers.pidfds[peer]))
         self._under_way = UnderWay(self._rank, self._size)
-        self._numbers = itertools.count(1)
-        self._outbox = Outbox(self._mail, self._size, self._under_way.lost)
+        self._outbox = Outbox(self._mail, self._size, self._under_way.lost, reads)
         self._streams = Streams(self._mail, self._outbox, self._size)
-        self._place = (ctypes.c_char * messages.PLACE.size)()  # the payload of an APART, while it is sent
-        self._one_message = OneMessage(self._mail, self._new, self._streams, self._under_way, self._outbox)
+        parts = self._mail, self._new, self._streams, self._under_way, self._outbox
+        self._one_message = OneMessage(*parts, 0.0 if crowded else _AT_ONCE_S, self._begun, self._fall_over)
         self._next_look = 0.0  # when to look whether a rank's group broke
         self._earliest_deadline = math.inf  # no transfer expires before this time; its transfer may have ended
         self._thread = threading.Thread(target=self._serve, name=f"guozhuang-p2p-{self._rank}", daemon=True)
@@ -114,7 +111,7 @@ class PointToPoint:
 
     def send(
         self, tensor: Tensor, dst: int, tag: int, timeout_s: float | None = None, memory: Memory | None = None
-    ) -> Transfer:
+    ) -> Transfer | Ended:
         """Start sending a CPU tensor, which must not change until the transfer has ended.
 
         ``timeout_s`` is its limit in seconds; None: the limit of all transfers. ``memory``: if the tensor is known to be plain.
@@ -127,7 +124,7 @@ class PointToPoint:
 
     def recv(
         self, tensor: Tensor, src: int | None, tag: int, timeout_s: float | None = None, memory: Memory | None = None
-    ) -> Transfer:
+    ) -> Transfer | Ended:
         """Start receiving into a CPU tensor from ``src``; None: from the first rank to send with this tag. Else as ``send``."""
         return self._begin(False, tensor, src, tag, timeout_s, memory)
 
@@ -146,16 +143,21 @@ class PointToPoint:
 
     def _begin(
         self, is_send: bool, tensor: Tensor, peer: int | None, tag: int, timeout_s: float | None, memory: Memory | None
-    ) -> Transfer:
+    ) -> Transfer | Ended:
         transfers.check(peer, tag, self._rank, self._size)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         plain = tensor
         if memory is None:
             plain = Bytes().plain(tensor)
             memory = plain.data_ptr(), plain.numel(), plain.numel() * plain.itemsize
-        transfer = Transfer(
-            tensor, plain, memory, self._rank, peer, tag, is_send, limit_s, self._attend, self._begin_now
-        )
+        terms = tensor, plain, memory, self._rank, peer, tag, is_send, limit_s
+        if (work := self._attendant.at_once(self._one_message.begin, terms)) is not None:
+            if self._under_way.is_empty:
+                self._attendant.stay_away()
+            else:
+                self._attendant.attend_now()
+            return work
+        transfer = self._transfer(terms)
         with self._closing:
             if self._is_closed:
                 raise copy.copy(self._failure) or self._world_error(*_DESTROYED)
@@ -166,13 +168,16 @@ class PointToPoint:
             self._attendant.attend_now()
         return transfer
 
+    def _transfer(self, terms: Terms) -> Transfer:
+        return Transfer(*terms, attend=self._attend, begin=self._begin_now)
+
     def _begin_now(self, transfer: Transfer) -> None:
         if transfer in self._new:
             self._attendant.attend_now()
 
     def _attend(self, transfer: Transfer, limit_s: float) -> None:
         """Process what arrives in this thread until a transfer has ended. See [Note: the one message] in one_message.py."""
-        if not self._attendant.look(partial(self._look, transfer), self._look_s):
+        if not self._attendant.look(partial(self._one_message.look, transfer), self._look_s):
             self._begin_now(transfer)
             self._attendant.attend(transfer.has_ended, limit_s)
         elif not self._under_way.is_empty:  # others may have timed out meanwhile
@@ -192,6 +197,7 @@ class PointToPoint:
         torch.set_grad_enabled(False)  # the mode is per thread; callbacks run on this thread
         self._attendant.serve()
         with self._attendant.lock:
+            self._under_way.is_closed = True
             if self._failure is None:
                 self._outbox.flush(_FAREWELL_S)
             with self._closing:
@@ -200,6 +206,16 @@ class PointToPoint:
                 self._retract(transfer)
                 transfer.end(self._failure or self._world_error(*_DESTROYED))
             self._new.clear()
+
+    def _begun(self, terms: Terms, number: int) -> Transfer:
+        """Make the transfer of a send whose offer has been sent."""
+        self._register(send := self._transfer(terms), number)
+        return send
+
+    def _register(self, send: Transfer, number: int) -> None:
+        send.number = number
+        self._under_way.sends[number] = send
+        self._earliest_deadline = min(self._earliest_deadline, send.deadline)
 
     def _turn(self, ready: Set[int] | None) -> float:
         """Process everything that is ready; return for how many seconds nothing else needs to be looked at."""
@@ -213,21 +229,12 @@ class PointToPoint:
                 raise  # a signal's handler raised it in the waiting thread
             return 0.0
 
-    def _look(self, transfer: Transfer, spin_s: float) -> bool:
-        """Look for the one message that ends a transfer."""
-        try:
-            return self._one_message.look(transfer, spin_s)
-        except (
-            BaseException
-        ) as unexpected:  # also of a signal's handler: the message may be gone, the transfer not ended
-            self._fall_over(unexpected)
-            raise
-
     def _fall_over(self, unexpected: BaseException) -> None:
         """End all sends and receives because of an error."""
         what = f"sends and receives ended after {type(unexpected).__name__}: {unexpected}"
         error = self._world_error(what, "mend the cause and make a new group")
         error.__cause__ = unexpected
+        self._under_way.is_closed = True
         for _, channel in self._channels:  # peers that wait for this rank then fail too
             with contextlib.suppress(OSError):
                 channel.shutdown(socket.SHUT_RDWR)
@@ -266,8 +273,7 @@ class PointToPoint:
 
     def _take(self, transfer: Transfer) -> None:
         """Start a new transfer."""
-        if transfer.deadline < self._earliest_deadline:
-            self._earliest_deadline = transfer.deadline
+        self._earliest_deadline = min(self._earliest_deadline, transfer.deadline)
         if self._rank in self._under_way.gave_up:
             transfer.end(self._broken())
             return
@@ -276,16 +282,8 @@ class PointToPoint:
             if transfer.peer in self._under_way.lost or transfer.peer in self._under_way.gave_up:
                 transfer.end(self._why(transfer, transfer.peer))
                 return
-            transfer.number = next(self._numbers)
-            self._under_way.sends[transfer.number] = transfer
-            numbers = transfer.number, transfer.tag, transfer.num_elements
-            kind, address, num_bytes = messages.OFFER, transfer.address, transfer.num_bytes
-            if self._along_bytes < num_bytes <= messages.MOST_READ_BYTES and self._reads:
-                messages.PLACE.pack_into(self._place, 0, address, self._mail.retracted(transfer.peer))
-                kind, address, num_bytes = messages.APART, ctypes.addressof(self._place), len(self._place)
-            elif num_bytes > self._along_bytes:
-                num_bytes = 0
-            self._outbox.say(transfer.peer, kind, *numbers, transfer.dtype, address, num_bytes)
+            self._register(transfer, self._one_message.next_number())
+            self._outbox.offer(transfer)
             return
         if self._under_way.offered(transfer):
             self._hear_messages(-1)  # one of them may say that the offer was given up

@@ -14,14 +14,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError, explain, rank_table
-from guozhuang.groups.serial import NO_LIMIT, PendingWork
+from guozhuang.groups.serial import NO_LIMIT, CallWork, PendingWork
 
 TAGS: Final = range(-(1 << 63), 1 << 63)  # a tag must fit into a message
 
 DTYPE_NAMES: Final = tuple(
     sorted({str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)})
 )
-_CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES)}
+CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES)}
 
 
 def check(peer: int | None, tag: object, rank: int, size: int) -> None:
@@ -35,6 +35,25 @@ def check(peer: int | None, tag: object, rank: int, size: int) -> None:
 
 
 Memory: TypeAlias = tuple[int, int, int]  # address, number of elements, bytes
+
+
+class Ended(CallWork):
+    """The work of a send or a receive that ended before the call returned.
+
+    Args:
+        tensor: the tensor of the call.
+        sender: the rank that sent; also an attribute.
+    """
+
+    def __init__(self, tensor: Tensor, sender: int) -> None:
+        super().__init__((tensor,))
+        self.sender = sender
+
+    def source_rank(self) -> int:
+        """Return the rank that sent."""
+        return self.sender
+
+    _source_rank = source_rank
 
 
 class Transfer(PendingWork):
@@ -75,7 +94,7 @@ class Transfer(PendingWork):
         super().__init__([tensor])
         self.rank, self.peer, self.tag, self.is_send = rank, peer, tag, is_send
         self.deadline, self.limit_s = time.monotonic() + limit_s, limit_s
-        self.dtype = _CODES[plain.dtype]
+        self.dtype = CODES[plain.dtype]
         self.address, self.num_elements, self.num_bytes = memory
         self.sender: int | None = rank if is_send else peer
         self.number = 0  # the send's number on its rank; 0 in a receive that is not matched yet
