@@ -144,6 +144,26 @@ def large(rank: int, n: int) -> None:
     assert took[0] > 500 and took[1] > (100 if rank else 5), took
 
 
+def all_to_all(rank: int, n: int) -> str:
+    """Sizes change between two other ranks while this one's stay, and at last no longer fit each other."""
+    for unit in (1, 20_000):  # through the rings; read from the peers
+        given, taken = torch.empty(8 * unit), torch.empty(8 * unit)
+        for i in range(30):
+            rows = torch.full((n, n), 2)
+            if i % 5 > 2:
+                rows[n - 2, n - 1], rows[n - 1, n - 2] = 1, 3
+            gives, takes = (rows[rank] * unit).tolist(), (rows[:, rank] * unit).tolist()
+            for r, part in enumerate(given[: sum(gives)].split(gives)):
+                part.fill_(100 * i + 10 * rank + r)
+            dist.all_to_all_single(taken[: sum(takes)], given[: sum(gives)], takes, gives)
+            for r, part in enumerate(taken[: sum(takes)].split(takes)):
+                assert part.eq(100 * i + 10 * r + rank).all(), (i, r)
+    with pytest.raises(MismatchError, match="ranks differ in the sizes of an all_to_all") as caught:
+        gives = [2 * unit] * (n - 1) + [(3 if rank == n - 2 else 2) * unit]
+        dist.all_to_all_single(taken[: 2 * n * unit], given[: sum(gives)], [2 * unit] * n, gives)
+    return str(caught.value)
+
+
 def differ(rank: int, n: int) -> str:
     tensor = torch.ones(8)
     for _ in range(6):
@@ -266,6 +286,11 @@ def test_repeated_calls(fn: Any) -> None:
 @pytest.mark.parametrize("fn", [every_kind, large])
 def test_three_ranks(fn: Any) -> None:
     run_shm_ranks(fn, 3)
+
+
+def test_an_all_to_all_that_comes_again_has_the_sizes_of_this_time() -> None:
+    for text in run_shm_ranks(all_to_all, 3):
+        assert "60000" in text and "40000" in text
 
 
 def test_ranks_that_differ_in_a_repeated_call_say_so() -> None:

@@ -41,6 +41,8 @@ _PLACE: Final = struct.Struct("<BqqBq")
 class PlacedCall(NamedTuple):
     """An operation that moves data as the places of the ranks' tensors allow. It refers to no tensor, and so keeps none alive.
 
+    The program may also depend on tables of numbers that the ranks wrote (``write_table``), if each tells a digest of its own.
+
     Attributes:
         key: everything that ``program_for`` depends on besides the places.
         what: the operation in words; must be the same on all ranks, at most 256 bytes.
@@ -48,6 +50,7 @@ class PlacedCall(NamedTuple):
         num_bytes: of that tensor.
         is_read: whether peers that cannot map the tensor may read it from this process.
         program_for: returns the program for the places that the ranks told.
+        digest: of this rank's table; told with the place. Such a call is not run again by ``single``.
     """
 
     key: tuple[Hashable, ...]
@@ -56,6 +59,7 @@ class PlacedCall(NamedTuple):
     num_bytes: int
     is_read: bool
     program_for: Callable[[Places], Program]
+    digest: bytes = b""
 
 
 class Endpoint:
@@ -165,7 +169,7 @@ class Endpoint:
         """
         self._is_open = True
         stored = self.programs.find(call.key)
-        private = self.place_of(call.address, call.num_bytes, call.is_read)
+        private = self.place_of(call.address, call.num_bytes, call.is_read) + call.digest
         expected, then = (stored.places, stored.program) if stored is not None else (None, None)
         if self._begin(call.what, MEETING, terms, private, expected, then) and expected is not None:
             self._is_open = False
@@ -174,7 +178,7 @@ class Endpoint:
             program = call.program_for(places)
             self.programs.put(Stored(call.key, program, places))
             self.go_on(program)
-        self.single = partial(self._again_placed, call)
+        self.single = None if call.digest else partial(self._again_placed, call)
 
     def _begin(
         self,
@@ -280,12 +284,15 @@ class Endpoint:
         told = [_PLACE.unpack_from(place) for place in places]
         return [address for *_, address in told] if all(reads for _, _, _, reads, _ in told) else None
 
-    def write_table(self, numbers: list[int]) -> None:
-        """Write numbers to this rank's one-shot area, for all ranks to read once the next operation has begun."""
+    def write_table(self, numbers: list[int]) -> bytes:
+        """Write numbers to this rank's one-shot area, for all ranks to read once the next operation has begun.
+
+        Return a digest of them, for ranks that read this table before.
+        """
         assert len(numbers) * 8 <= ONE_SHOT_BYTES, "a table too long for the one-shot area"
-        struct.pack_into(
-            f"={len(numbers)}q", (ctypes.c_char * ONE_SHOT_BYTES).from_address(self.one_shot[self.rank]), 0, *numbers
-        )
+        table = struct.pack(f"={len(numbers)}q", *numbers)
+        ctypes.memmove(self.one_shot[self.rank], table, len(table))
+        return hashlib.blake2b(table, digest_size=16).digest()
 
     def read_tables(self, length: int) -> list[list[int]]:
         """Return the tables that the ranks wrote for this operation, after it has begun."""

@@ -50,6 +50,7 @@ MAIL_BYTES: Final = 8 * 1024 * 1024  # a page, then two rings for each receiver;
 _MESSAGES_BYTES: Final = 1024 * 1024  # most for messages from one rank to another, with small payloads
 _PAYLOADS_BYTES: Final = 256 * 1024  # most for large payloads; more would leave the cache
 MAIN_BYTES: Final = MAIL_OFFSET + MAIL_BYTES
+_PAGE_BYTES: Final = 4096
 _BUSY_US: Final = 10.0  # of a spin, before each look also offers the core to others; 0 where ranks outnumber cores
 
 
@@ -243,9 +244,10 @@ def read_process(pid: int, target: int, source: int, num_bytes: int) -> bool:
 def is_readable(address: int, num_bytes: int) -> bool:
     """Return whether the kernel lets other processes read a tensor of this one, as far as its first and last byte tell."""
     byte = ctypes.c_char()
-    target, own = ctypes.addressof(byte), os.getpid()
+    target, own, last = ctypes.addressof(byte), os.getpid(), address + num_bytes - 1
     return num_bytes == 0 or (
-        read_process(own, target, address, 1) and read_process(own, target, address + num_bytes - 1, 1)
+        read_process(own, target, address, 1)
+        and (last // _PAGE_BYTES == address // _PAGE_BYTES or read_process(own, target, last, 1))
     )
 
 

@@ -190,11 +190,23 @@ class Operations:
         self, outputs: Sequence[MemoryRange], inputs: Sequence[MemoryRange], dtype: torch.dtype, terms: Terms
     ) -> None:
         """Copy input r of every rank to rank r; all sizes may differ, as long as both ends of a pair agree."""
-        link, size = self.link, self._size
-        what = describe("all_to_all", [], dtype)
-        link.write_table([piece.num_bytes for piece in (*inputs, *outputs)] + [piece.address for piece in inputs])
-        reads = link.reads and all(is_readable(*piece) for piece in inputs)
-        places = link.meet(what, terms, link.place_of(0, 0, is_read=reads))
+        link, what = self.link, describe("all_to_all", [], dtype)
+        numbers = [piece.num_bytes for piece in (*inputs, *outputs)] + [piece.address for piece in inputs]
+        digest = link.write_table(numbers)
+        first, last = inputs[0], inputs[-1]
+        num_bytes = last.address + last.num_bytes - first.address
+        if num_bytes == sum(numbers[: self._size]):  # parts of one tensor
+            is_read = is_readable(first.address, num_bytes)
+        else:
+            is_read = all(is_readable(*piece) for piece in inputs)
+        program_for = partial(self._all_to_all, outputs, inputs, dtype)
+        key = (what, is_read, *outputs, *inputs)
+        link.begin_placed(PlacedCall(key, what, 0, 0, is_read, program_for, digest), terms)
+
+    def _all_to_all(
+        self, outputs: Sequence[MemoryRange], inputs: Sequence[MemoryRange], dtype: torch.dtype, places: Places
+    ) -> Program:
+        link, size, here = self.link, self._size, self._rank
         tables = link.read_tables(3 * size)
         pairs = [(giver, taker) for giver in range(size) for taker in range(size)]
         wrong = [pair for pair in pairs if tables[pair[0]][pair[1]] != tables[pair[1]][size + pair[0]]]
@@ -202,19 +214,17 @@ class Operations:
             each = dtype.itemsize
             rows = [(g, t, tables[g][t] // each, tables[t][size + g] // each) for g, t in wrong]
             table = rank_table(("from rank", "to rank", "gives", "takes"), rows)
-            error = MismatchError(f"{explain('ranks differ in the sizes of an all_to_all', rank=self._rank)}\n{table}")
+            error = MismatchError(f"{explain('ranks differ in the sizes of an all_to_all', rank=here)}\n{table}")
             link.give_up(error)
             raise error
         longest = max(max(table[:size]) for table in tables)
-        kept = [(inputs[self._rank].address, outputs[self._rank])]
+        kept = [(inputs[here].address, outputs[here])]
         if longest > ONE_SHOT_BYTES and link.addresses_to_read(places) is not None:
-            here = self._rank
             read = [(r, tables[r][2 * size + here], piece) for r, piece in enumerate(outputs) if r != here]
-            link.go_on(collectives.read(read, kept))
-            return
-        sent = [(rank, piece) for rank, piece in enumerate(inputs) if rank != self._rank]
-        taken = [(rank, self._rank, piece) for rank, piece in enumerate(outputs) if rank != self._rank]
-        link.go_on(self._staged(Moves(size, sent, taken, kept, longest)))
+            return collectives.read(read, kept)
+        sent = [(rank, piece) for rank, piece in enumerate(inputs) if rank != here]
+        taken = [(rank, here, piece) for rank, piece in enumerate(outputs) if rank != here]
+        return self._staged(Moves(size, sent, taken, kept, longest))
 
     def gather(
         self, given: MemoryRange, tensor: Tensor, outputs: Sequence[MemoryRange], root: int, terms: Terms
