@@ -71,14 +71,15 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
     thread go on and leave the caller just then: the object would refer to memory that is no frame any more. So nothing is
     collected meanwhile.
     """
-    found, collects = [], gc.isenabled()
-    gc.disable()
+    found, pauses = [], sys.version_info < (3, 12) and gc.isenabled()
+    if pauses:
+        gc.disable()
     try:
         while frame is not None:
             found.append(frame)
             frame = frame.f_back
     finally:
-        if collects:
+        if pauses:
             gc.enable()
     return found
 

@@ -59,20 +59,17 @@ class Programs:
 
     def _put(self, number: int, stored: Stored) -> None:
         there = self._stored.get(number)
-        if there is not None and there.key == stored.key:
-            self._num_bytes += size_of(stored) - size_of(there)
-            self._stored[number] = stored
-        elif number not in self._seen:
+        if there is None and number not in self._seen:
             if len(self._seen) >= MOST_SEEN:
                 self._seen.clear()
             self._seen.add(number)
-        elif there is None:
+        elif there is None or there.key == stored.key:
             num_bytes = size_of(stored)
-            if self._num_bytes + num_bytes > REMEMBERED_BYTES:
+            self._num_bytes += num_bytes - (size_of(there) if there else 0)
+            if self._num_bytes > REMEMBERED_BYTES:
                 self._stored.clear()
-                self._num_bytes = 0
+                self._num_bytes = num_bytes
             self._stored[number] = stored
-            self._num_bytes += num_bytes
 
 
 def size_of(stored: Stored) -> int:
