@@ -1,11 +1,12 @@
 """Which thread processes what sends and receives wait for: a thread of the group's own, or whoever waits for a transfer.
 
 [Note: who waits attends] A message for a thread that waits should not wake another thread first: a switch of threads costs more
-than all else that a small message needs. So the state of the transfers belongs to whoever holds one lock. A thread that begins
-a transfer takes the lock if it is free, and hands its message to the socket itself. A thread that waits for a transfer
-holds the lock until the transfer has ended, and processes what arrives meanwhile, also for others. The group's own thread
-processes what arrives while nobody waits. For a moment after each wait it stays away: it polls nothing but the eventfd, so that
-a thread that waits again and again is not disturbed; what arrives for nobody then lies for that moment.
+than all else that a small message needs. So the state of the transfers belongs to whoever holds one lock. A thread that
+begins a transfer takes the lock if it is free, and writes its message itself. A thread that waits for a transfer holds the
+lock until the transfer has ended, and processes what arrives meanwhile, also for others. The group's own thread processes what
+arrives while nobody waits. For a moment after each wait, and after each transfer that ended as it began, it stays away: it
+polls nothing but the eventfd, so that a thread that waits again and again is not disturbed; what arrives for nobody then lies
+for that moment.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import time
 from collections.abc import Callable, Set
 from typing import Final, Protocol, TypeVar
 
+from guozhuang.errors import UsageError, explain
+
 _AWAY_S: Final = 0.002
 _LONGEST_AWAY_S: Final = 0.02  # while one thread waits for long
 _MOMENT_S: Final = 0.0005
-_MOST_SKIPS: Final = 16  # occasions without a look, after looks in vain
+_MOST_VAIN: Final = 4  # looks in vain that make the next ones rarer: each doubles the occasions without one
 _ACTIVE_S: Final = 1.0  # the thread sleeps in naps for so long after the last wait, so that nobody needs to wake it
 _NAP_S: Final = 0.2
 _LONGEST_SLEEP_S: Final = 3600.0
@@ -58,8 +61,8 @@ class SpinLimit:
 
     def count(self, found: bool) -> None:
         """Count a look; those in vain are counted also where both ranks share a core."""
-        self._vain = 0 if found else self._vain + 1
-        self._skips = min(2**self._vain, _MOST_SKIPS) if self._vain else 0
+        self._vain = 0 if found else min(self._vain + 1, _MOST_VAIN)
+        self._skips = 2**self._vain if self._vain else 0
 
 
 class Attendant:
@@ -169,11 +172,15 @@ class Attendant:
             limit_s: the longest wait, in seconds.
 
         Raises:
+            UsageError: this thread is inside ``process``, so that nobody could process what this wait is for.
             BaseException: what a signal's handler raises in this thread.
         """
         is_nested = self._attending == threading.get_ident()  # the handler of a signal waits inside of a wait
-        if self._processing == threading.get_ident():  # in a callback
-            return
+        if self._processing == threading.get_ident():  # in a callback, or in the handler of a signal
+            if is_done():
+                return
+            what = "a send or a receive was waited for inside of another one, which would wait for itself"
+            raise UsageError(explain(what, fix="start it there, and wait for it in another place"))
         while not is_nested and not self.lock.acquire(timeout=_MOMENT_S):
             if self._attending or is_done():
                 return
@@ -217,8 +224,8 @@ class Attendant:
         """Call ``first`` in this thread under ``lock`` if no thread holds that, and return what it returns; else None."""
         if not self.lock.acquire(False):
             return None
-        self._processing = threading.get_ident()
         try:
+            self._processing = threading.get_ident()
             return first(argument)
         finally:
             self._processing = 0

@@ -71,14 +71,16 @@ def met(rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Peers:
 
 
 @contextlib.contextmanager
-def group(rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[Peers, Arena, PointToPoint]]:
+def group(
+    rank: int, size: int, timeout_s: float = TIMEOUT_S, crowded: bool = True
+) -> Iterator[tuple[Peers, Arena, PointToPoint]]:
     """All that this rank has of a group; afterwards nothing is left of it."""
     before = held()
     peers = met(rank, size)
     way, pids = os.environ["PAYLOADS"], peers.pids
     if way == "cannot":
         peers.pids = [NOBODY] * size
-    arena, p2p = Arena(peers), PointToPoint(peers, timeout_s, reads=way != "streams")
+    arena, p2p = Arena(peers), PointToPoint(peers, timeout_s, crowded=crowded, reads=way != "streams")
     peers.pids = pids
     p2p._outbox.along_bytes = 16 << 10  # so that payloads of tests stream which are small enough to lie whole in a ring
     try:

@@ -527,6 +527,10 @@ def not_for_others(rank: int, n: int) -> bool:
             assert target.view(n, -1).eq(torch.arange(n).view(n, 1) + i).all()
         dist.all_to_all_single(kept, whole)
         assert kept.view(n, -1).eq(rank + i).all()
+        parts = list(torch.full((num,), rank + i, dtype=torch.float32).split(num // n))
+        parts[1] = given  # the first and the last lie as if all were one
+        dist.all_to_all(list(kept.view(n, -1)), parts)
+        assert kept.view(n, -1).eq(torch.arange(n).view(n, 1) + i).all()
         whole.fill_(rank)
         dist.all_reduce(whole)
         dist.reduce_scatter_single(given, whole)

@@ -147,15 +147,16 @@ def large(rank: int, n: int) -> None:
 def all_to_all(rank: int, n: int) -> str:
     """Sizes change between two other ranks while this one's stay, and at last no longer fit each other."""
     for unit in (1, 20_000):  # through the rings; read from the peers
-        given, taken = torch.empty(8 * unit), torch.empty(8 * unit)
+        given, taken, *others = (torch.empty(8 * unit) for _ in range(5))
         for i in range(30):
             rows = torch.full((n, n), 2)
             if i % 5 > 2:
                 rows[n - 2, n - 1], rows[n - 1, n - 2] = 1, 3
             gives, takes = (rows[rank] * unit).tolist(), (rows[:, rank] * unit).tolist()
-            for r, part in enumerate(given[: sum(gives)].split(gives)):
+            source = others[i % 3] if rank == n - 1 and i > 15 else given  # only this rank's addresses change
+            for r, part in enumerate(source[: sum(gives)].split(gives)):
                 part.fill_(100 * i + 10 * rank + r)
-            dist.all_to_all_single(taken[: sum(takes)], given[: sum(gives)], takes, gives)
+            dist.all_to_all_single(taken[: sum(takes)], source[: sum(gives)], takes, gives)
             for r, part in enumerate(taken[: sum(takes)].split(takes)):
                 assert part.eq(100 * i + 10 * r + rank).all(), (i, r)
     with pytest.raises(MismatchError, match="ranks differ in the sizes of an all_to_all") as caught:

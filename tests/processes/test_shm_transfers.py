@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -66,6 +68,123 @@ def many(rank: int, size: int) -> None:
             assert into.equal(value_of(source, tag, turn, len(into))), (source, tag, turn)
         for send in sends:
             send.wait()
+
+
+def order(rank: int, size: int, crowded: bool) -> None:
+    """A transfer that could begin or end at once does not overtake one from before, wherever that waits."""
+    sizes = [3, 3000] * 150
+    with group(rank, size, crowded=crowded) as (_, _, p2p):
+        attendant = p2p._attendant
+        with keeping_away(p2p):
+            barrier(size)
+            if rank == 0:
+                with attendant.lock:  # so that the first one waits until the lock is free
+                    works = [p2p.send(torch.full((3,), 0.0), 1, 5)]
+                works += [
+                    p2p.send(torch.full((n,), float(i)), 1, 5) for i, n in enumerate(sizes, 1)
+                ]  # the ring is full soon
+            barrier(size)
+            if rank == 1:
+                into = [torch.zeros(n) for n in (3, *sizes)]
+                with attendant.lock:
+                    works = [p2p.recv(into[0], 0, 5)]
+                works += [p2p.recv(each, 0, 5) for each in into[1:]]
+        for work in works:
+            work.wait()
+        if rank == 1:
+            assert [each.unique().tolist() for each in into] == [[float(i)] for i in range(len(into))]
+        barrier(size)
+        got = {i: torch.zeros(3) for i in range(6)}
+        with keeping_away(p2p):
+            if rank == 1:
+                posted = p2p.recv(got[0], 0, 6)
+                assert not posted.is_completed()  # which begins it
+            barrier(size)
+            if rank == 0:
+                works = [p2p.send(torch.full((3,), float(i)), 1, tag) for i, tag in enumerate((6, 7, 8, 7, 6))]
+            barrier(size)
+            if rank == 1:
+                p2p.recv(got[4], 0, 6).wait()  # after the one that is posted
+                p2p.recv(got[2], 0, 8).wait()  # those of tag 7 were offered meanwhile
+            barrier(size)
+            if rank == 0:
+                works.append(p2p.send(torch.full((3,), 5.0), 1, 7))
+            barrier(size)
+            for i in (1, 3, 5) if rank == 1 else ():
+                p2p.recv(got[i], 0, 7).wait()
+        if rank == 1:
+            assert posted.is_completed() and all((values == i).all() for i, values in got.items()), got
+        for work in works:
+            work.wait()
+        barrier(size)
+
+
+@contextlib.contextmanager
+def keeping_away(p2p: PointToPoint) -> Iterator[None]:
+    """Meanwhile the own thread does not process what arrives."""
+    attendant, own = p2p._attendant, p2p._thread
+    process = attendant._process
+    attendant._process = lambda ready: 0.01 if threading.current_thread() is own else process(ready)
+    try:
+        yield
+    finally:
+        attendant._process = process
+        attendant.wake()
+
+
+@pytest.mark.parametrize("crowded", [True, False])
+def test_nothing_overtakes_what_came_before(crowded: bool) -> None:
+    run(order, 2, crowded)
+
+
+def interrupted(rank: int, size: int) -> str:
+    """A send that raises when its offer has been sent: the receiver does not take what lies there later for the values."""
+    with group(rank, size) as (_, _, p2p):
+        tensor = torch.full((30_000,), 1.0)  # read by the receiver
+        if rank == 0:
+            barrier(size)
+
+            def make(*_: Any) -> Any:
+                raise KeyboardInterrupt
+
+            p2p._one_message._make = make
+            with pytest.raises(KeyboardInterrupt):
+                p2p.send(tensor, 1, 1)
+            tensor.fill_(-1)
+            barrier(size)
+            with pytest.raises(WorldError, match="ended after KeyboardInterrupt"):
+                p2p.send(tensor, 1, 1)
+            return ""
+        with keeping_away(p2p):
+            barrier(size)
+            barrier(size)
+        with pytest.raises(PeerLost) as caught:
+            p2p.recv(tensor, 0, 1).wait()
+        return str(caught.value)
+
+
+def test_a_send_that_was_interrupted_gives_no_later_values() -> None:
+    assert "closed its end" in run(interrupted, 2, way="reads")[1]
+
+
+def test_receives_may_be_posted_while_another_thread_sends() -> None:
+    run(posts_and_sends, 2)
+
+
+def posts_and_sends(rank: int, size: int) -> None:
+    with group(rank, size, crowded=False) as (_, _, p2p):
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(2e-6)
+        into = [torch.zeros(1) for _ in range(2000)]
+        receives: list[Any] = []
+        thread = threading.Thread(target=lambda: receives.extend(p2p.recv(each, 1 - rank, 1) for each in into))
+        thread.start()
+        sends = [p2p.send(torch.full((1,), float(i)), 1 - rank, 1) for i in range(len(into))]
+        thread.join()
+        sys.setswitchinterval(before)
+        for work in (*sends, *receives):
+            work.wait()
+        assert torch.cat(into).equal(torch.arange(2000.0))
 
 
 def test_two_receive_what_many_threads_send() -> None:

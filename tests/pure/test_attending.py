@@ -11,6 +11,7 @@ from collections.abc import Iterator, Set
 
 import pytest
 
+from guozhuang.errors import UsageError
 from guozhuang.groups.attending import Attendant, SpinLimit
 from tests.waiting import until
 
@@ -103,12 +104,13 @@ def test_an_interrupt_in_a_wait_leaves_the_lock_free(reads: Reads) -> None:
     until(lambda: reads.read[1:] == [("own", b"b")], 10.0)
 
 
-def test_a_wait_inside_of_a_callback_does_not_process(reads: Reads) -> None:
+def test_a_wait_inside_of_a_callback_is_refused(reads: Reads) -> None:
     seen: list[float] = []
 
     def process(ready: Set[int] | None) -> float:
         begin = time.monotonic()
-        attendant.attend(lambda: False, 10.0)
+        with pytest.raises(UsageError, match="wait for it in another place"):
+            attendant.attend(lambda: False, 10.0)
         seen.append(time.monotonic() - begin)
         return 3600.0
 
@@ -122,7 +124,9 @@ def test_what_is_called_at_once_has_the_lock_and_neither_waits_for_it_nor_keeps_
     attendant = reads.attendant
 
     def within(argument: int) -> tuple[int, bool, object]:
-        attendant.attend(lambda: False, 10.0)  # the handler of a signal that waits would come back at once
+        attendant.attend(lambda: True, 10.0)
+        with pytest.raises(UsageError, match="waited for inside of another one"):  # nobody else could end it
+            attendant.attend(lambda: False, 10.0)
         return argument, attendant.lock.locked(), attendant.at_once(within, 2)
 
     assert attendant.at_once(within, 1) == (1, True, None)

@@ -129,7 +129,7 @@ class Mail(Protocol):
 
     Calls other than ``arm`` come from one thread at a time. A message has a kind and the code of a dtype (0 to 255), three
     64-bit numbers and a small payload. Messages of one rank to another arrive in order. Large payloads move beside them, one
-    at a time in each direction of a pair, while ``take`` or ``spin`` run; their memory must live until they have ended.
+    at a time in each direction of a pair, while calls look for messages; their memory must live until they have ended.
     """
 
     def put(

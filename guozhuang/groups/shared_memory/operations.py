@@ -193,12 +193,9 @@ class Operations:
         link, what = self.link, describe("all_to_all", [], dtype)
         numbers = [piece.num_bytes for piece in (*inputs, *outputs)] + [piece.address for piece in inputs]
         digest = link.write_table(numbers)
-        first, last = inputs[0], inputs[-1]
-        num_bytes = last.address + last.num_bytes - first.address
-        if num_bytes == sum(numbers[: self._size]):  # parts of one tensor
-            is_read = is_readable(first.address, num_bytes)
-        else:
-            is_read = all(is_readable(*piece) for piece in inputs)
+        are_one = all(one.address + one.num_bytes == after.address for one, after in itertools.pairwise(inputs))
+        whole = MemoryRange(inputs[0].address, sum(numbers[: self._size]))
+        is_read = all(is_readable(*piece) for piece in ((whole,) if are_one else inputs))
         program_for = partial(self._all_to_all, outputs, inputs, dtype)
         key = (what, is_read, *outputs, *inputs)
         link.begin_placed(PlacedCall(key, what, 0, 0, is_read, program_for, digest), terms)

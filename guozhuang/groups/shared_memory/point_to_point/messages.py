@@ -121,6 +121,11 @@ class Outbox:
         """Return whether messages for a peer wait."""
         return peer in self._peers
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no messages wait."""
+        return not self._peers
+
     def forget(self, peer: int) -> None:
         """Drop what is queued for a peer."""
         self._waiting[peer].clear()

@@ -70,6 +70,9 @@ class OneMessage:
                 return None
             return self._send(terms) if terms[6] else self._receive_at_once(terms)
         except BaseException as unexpected:
+            _, _, _, _, peer, _, is_send, _ = terms
+            if is_send and peer is not None:  # the offer may have been sent, and nobody knows of it
+                self._mail.retract(peer)
             self._fall_over(unexpected)
             raise
 
@@ -89,17 +92,17 @@ class OneMessage:
         under_way = self._under_way
         if peer in under_way.lost or under_way.gave_up or self._outbox.has(peer):
             return None
-        if self._new and any(each.is_send for each in self._new):
+        if any(each.is_send for each in tuple(self._new)):  # other threads add to it meanwhile
             return None
         kind, told_bytes = self._outbox.kind_of(num_bytes)
         number, dtype = next(self._numbers), CODES[plain.dtype]
         spin_s = self._spins_of_sends.next_of(self._at_once_s)
         has_ended = self._mail.offer(peer, kind, dtype, number, tag, num_elements, address, told_bytes, spin_s)
+        if has_ended is None:
+            return None
         if spin_s:
-            self._spins_of_sends.count(bool(has_ended))
-        if has_ended:
-            return Ended(tensor, rank)
-        return None if has_ended is None else self._make(terms, number)
+            self._spins_of_sends.count(has_ended)
+        return Ended(tensor, rank) if has_ended else self._make(terms, number)
 
     def _receive_at_once(self, terms: Terms) -> Transfer | Ended | None:
         tensor, plain, (address, num_elements, num_bytes), _, peer, tag, _, _ = terms

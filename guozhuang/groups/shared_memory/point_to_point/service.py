@@ -84,7 +84,7 @@ class PointToPoint:
         sockets = [-1 if channel is None else channel.fileno() for channel in peers.channels]
         self._mail = make_mail(self._rank, pages, sockets, peers.pids, crowded)
         self._states = [ctypes.c_uint32.from_address(page + STATE_OFFSET) for page in pages]
-        self._closing = threading.Lock()  # guards the next three attributes
+        self._closing = threading.Lock()  # guards the next three attributes; the first one is read without it too
         self._new: deque[Transfer] = deque()
         self._is_closed = False
         self._failure: BaseException | None = None  # the error that ended it
@@ -151,8 +151,9 @@ class PointToPoint:
             plain = Bytes().plain(tensor)
             memory = plain.data_ptr(), plain.numel(), plain.numel() * plain.itemsize
         terms = tensor, plain, memory, self._rank, peer, tag, is_send, limit_s
-        if (work := self._attendant.at_once(self._one_message.begin, terms)) is not None:
-            if self._under_way.is_empty:
+        is_broken = self._states[self._rank].value == RankState.BROKEN
+        if not is_broken and (work := self._attendant.at_once(self._one_message.begin, terms)) is not None:
+            if self._under_way.is_empty and self._outbox.is_empty:
                 self._attendant.stay_away()
             else:
                 self._attendant.attend_now()
