@@ -92,11 +92,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(320)
+@pytest.mark.timeout(620)
 @pytest.mark.parametrize("words", runnable(), ids=" ".join)
 def test_the_command_runs(words: list[str], folder: Path) -> None:
     """Some go on with what those before them have made."""
-    done = guozhuang(*words[1:], folder=folder, timeout_s=300, PYTHONPATH=f"{folder}")
+    done = guozhuang(*words[1:], folder=folder, timeout_s=600, PYTHONPATH=f"{folder}")
     assert done.returncode == 0, done
 
 

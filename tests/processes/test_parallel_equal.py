@@ -34,6 +34,8 @@ from guozhuang.world.layout import Layout
 from tests.processes.cases import results_of_cases
 from tests.processes.parallel_models import KINDS, Kind
 
+pytestmark = pytest.mark.timeout(460)  # the first row of a number of ranks runs all of them
+
 # Rows of each step, on all copies of the model together; the last batch is ragged.
 ROWS = (8, 8, 6)
 NUM_MICROBATCHES = 3
