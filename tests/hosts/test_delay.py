@@ -33,7 +33,9 @@ print(1e3 * sorted(times)[10])
 """
 
 
-@pytest.mark.parametrize(("delay_ms", "low", "high"), [(10.0, 20.0, 30.0), (0.5, 1.0, 6.0)])
+@pytest.mark.parametrize(
+    ("delay_ms", "low", "high"), [pytest.param(10.0, 20.0, 30.0, marks=pytest.mark.slow), (0.5, 1.0, 6.0)]
+)
 def test_a_packet_is_under_way_as_long_as_asked(delay_ms: float, low: float, high: float) -> None:
     with Hosts(2, "100mbit", delay_ms) as hosts:
         answers = hosts.start(1, [sys.executable, "-c", _ANSWER], os.environ)
