@@ -160,7 +160,8 @@ class Attendant:
         finally:
             if spin_s:
                 self._spins.count(found)
-            self._attending, self._away_until = 0, time.monotonic() + _AWAY_S
+            self.stay_away()
+            self._attending = 0
             self.lock.release()
         return found
 
@@ -199,7 +200,8 @@ class Attendant:
                 self._spins.count(now <= begin + spin_s)
         finally:
             if not is_nested:
-                self._attending, self._away_until = 0, time.monotonic() + _AWAY_S
+                self.stay_away()
+                self._attending = 0
                 if self._sleeps and self._messages.arm():  # this thread may have read what was to wake the own one
                     self.wake()
                 self.lock.release()
@@ -217,7 +219,7 @@ class Attendant:
         return True
 
     def stay_away(self) -> None:
-        """Let the own thread stay away for a moment, as after a wait. See [Note: who waits attends]."""
+        """Let the own thread stay away for a moment from now on. See [Note: who waits attends]."""
         self._away_until = time.monotonic() + _AWAY_S
 
     def at_once(self, first: Callable[[_A], _T], argument: _A) -> _T | None:

@@ -45,6 +45,16 @@ from guozhuang.watch.waits import waits
 
 from .serial import NO_LIMIT, CallWork, Job, SerialThread, SerialWork
 
+_pid = os.getpid()  # a global is read in a tenth of the time of a system call
+
+
+def _remember_pid() -> None:
+    global _pid
+    _pid = os.getpid()
+
+
+os.register_at_fork(after_in_child=_remember_pid)
+
 
 class QueuedWork(SerialWork):
     """The work of a call that was submitted to the group's thread.
@@ -229,17 +239,6 @@ class Turns:
         if self._closed is None:
             self._closed = error
             self._thread.close()
-
-
-_pid = os.getpid()  # a global is read in a tenth of the time of a system call
-
-
-def _remember_pid() -> None:
-    global _pid
-    _pid = os.getpid()
-
-
-os.register_at_fork(after_in_child=_remember_pid)
 
 
 def refuse_fork(what: str, process: int, rank: int) -> None:

@@ -165,7 +165,7 @@ static int integers(PyObject *const *args, Py_ssize_t num, long long *values) {
 static int put(mail *self, int peer, header *head, const void *payload) {
     const uint64_t room = room_of(self, MESSAGES);
     head->num_bytes = (sizeof *head + (uint64_t)head->payload_bytes + 7) / 8 * 8;
-    if (head->num_bytes > room) return gz_invalid("too long a message"), -1;
+    if (head->num_bytes > room) return gz_invalid("no such rank, or too long a message"), -1;
     ring *to = ring_of(self, MESSAGES, self->rank, peer);
     const uint64_t at = to->written;
     for (int look = 0; at + head->num_bytes - __atomic_load_n(&to->read, __ATOMIC_ACQUIRE) > room; look++) {
@@ -343,11 +343,6 @@ static PyObject *mail_offer(PyObject *object, PyObject *const *args, Py_ssize_t 
     if (limit_s == -1.0 && PyErr_Occurred()) return NULL;
     const int peer = read_message(self, args, &head, &payload);
     if (peer < 0) return NULL;
-    const uint64_t place[2] = {(uint64_t)(uintptr_t)payload, ring_of(self, PAYLOADS, self->rank, peer)->retracted};
-    if (head.kind == APART) {
-        payload = place;
-        head.payload_bytes = sizeof place;
-    }
     const int was_put = put(self, peer, &head, payload);
     if (was_put < 0) return NULL;
     if (was_put == 0) Py_RETURN_NONE;
@@ -360,7 +355,7 @@ static int receive(mail *self, const long long *given, int64_t limit_ns) {
     void *to = (void *)(uintptr_t)given[4];
     const uint64_t num_bytes = (uint64_t)given[5], room = room_of(self, MESSAGES);
     ring *back = ring_of(self, MESSAGES, self->rank, peer);
-    header head, answer = {.num_bytes = sizeof answer, .kind = DONE};
+    header head, answer = {.kind = DONE};
     if (!look(self, limit_ns) || others_wait(self, peer)) return 0;
     ring *from = next_of(self, peer, &head);
     if (from == NULL || (head.kind != OFFER && head.kind != APART) || head.numbers[1] != given[1] || head.dtype != given[2] ||
@@ -376,10 +371,7 @@ static int receive(mail *self, const long long *given, int64_t limit_ns) {
     }
     drop(self, peer, from, &head);
     answer.numbers[0] = head.numbers[0];
-    copy_in(back, room, back->written, &answer, sizeof answer);
-    __atomic_store_n(&back->written, back->written + answer.num_bytes, __ATOMIC_RELEASE);
-    wake_if(self, peer, asleep_of(self, peer));
-    return 1;
+    return put(self, peer, &answer, &answer); /* of no bytes; there is room */
 }
 
 static PyObject *mail_receive(PyObject *object, PyObject *const *args, Py_ssize_t num_args) {

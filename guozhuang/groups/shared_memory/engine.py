@@ -157,7 +157,7 @@ class Mail(Protocol):
         """Write the offer of a send as ``put`` does, and look for at most so many seconds for the answer that it is done.
 
         Args:
-            kind: OFFER: the payload goes along; APART: only where it lies does.
+            kind: OFFER: the payload is at ``address``, if it goes along; APART: there is the place where it lies.
 
         Returns:
             Whether the answer came, which is then removed; None: there is no room, and nothing was written.

@@ -195,10 +195,9 @@ class Operations:
         digest = link.write_table(numbers)
         are_one = all(one.address + one.num_bytes == after.address for one, after in itertools.pairwise(inputs))
         whole = MemoryRange(inputs[0].address, sum(numbers[: self._size]))
-        is_read = all(is_readable(*piece) for piece in ((whole,) if are_one else inputs))
+        is_read = link.reads and all(is_readable(*piece) for piece in ((whole,) if are_one else inputs))
         program_for = partial(self._all_to_all, outputs, inputs, dtype)
-        key = (what, is_read, *outputs, *inputs)
-        link.begin_placed(PlacedCall(key, what, 0, 0, is_read, program_for, digest), terms)
+        link.begin_placed(PlacedCall((what, *outputs, *inputs), what, 0, 0, is_read, program_for, digest), terms)
 
     def _all_to_all(
         self, outputs: Sequence[MemoryRange], inputs: Sequence[MemoryRange], dtype: torch.dtype, places: Places

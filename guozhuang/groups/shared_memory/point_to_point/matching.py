@@ -53,7 +53,7 @@ class UnderWay:
         receives: receives that have requested a payload, by source and number of the send.
         lost: for each rank that is gone: the reason, and whether it left the group properly.
         gave_up: for each rank whose group broke: the reason.
-        is_closed: whether no transfer may begin any more.
+        is_closed: whether transfers neither begin nor go on any more.
     """
 
     def __init__(self, rank: int, size: int) -> None:

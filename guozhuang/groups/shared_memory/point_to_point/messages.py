@@ -90,18 +90,20 @@ class Outbox:
     def offer(self, send: Transfer) -> None:
         """Send the offer of a send."""
         assert send.peer is not None
-        kind, num_bytes = self.kind_of(send.num_bytes)
-        address = send.address
-        if kind == APART:
-            PLACE.pack_into(self._place, 0, address, self._mail.retracted(send.peer))
-            address, num_bytes = ctypes.addressof(self._place), len(self._place)
+        kind, address, num_bytes = self.goes_along(send.peer, send.address, send.num_bytes)
         self.say(send.peer, kind, send.number, send.tag, send.num_elements, send.dtype, address, num_bytes)
 
-    def kind_of(self, num_bytes: int) -> tuple[int, int]:
-        """Return the kind of the offer of a payload of so many bytes, and how many of them it has with it or tells of."""
+    def goes_along(self, peer: int, address: int, num_bytes: int) -> tuple[int, int, int]:
+        """Return the kind of the offer of a payload, and where what is sent with the offer lies, and its bytes.
+
+        That is the payload itself, its place in memory (until the next call), or nothing.
+        """
         if num_bytes <= self.along_bytes:
-            return OFFER, num_bytes
-        return (APART, num_bytes) if num_bytes <= self._read_bytes else (OFFER, 0)
+            return OFFER, address, num_bytes
+        if num_bytes > self._read_bytes:
+            return OFFER, address, 0
+        PLACE.pack_into(self._place, 0, address, self._mail.retracted(peer))
+        return APART, ctypes.addressof(self._place), len(self._place)
 
     def flush(self, limit_s: float = 0.0) -> None:
         """Send what is queued as far as there is room, waiting ``limit_s`` for it; peers wake this rank when there is more."""

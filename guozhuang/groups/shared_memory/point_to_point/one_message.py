@@ -65,12 +65,12 @@ class OneMessage:
 
     def begin(self, terms: Terms) -> Transfer | Ended | None:
         """Begin a send if no other is to go before it, or end a receive whose message is there; else return None."""
+        if self._under_way.is_closed:
+            return None
+        _, _, _, _, peer, _, is_send, _ = terms
         try:
-            if self._under_way.is_closed:
-                return None
-            return self._send(terms) if terms[6] else self._receive_at_once(terms)
+            return self._send(terms) if is_send else self._receive_at_once(terms)
         except BaseException as unexpected:
-            _, _, _, _, peer, _, is_send, _ = terms
             if is_send and peer is not None:  # the offer may have been sent, and nobody knows of it
                 self._mail.retract(peer)
             self._fall_over(unexpected)
@@ -80,9 +80,8 @@ class OneMessage:
         """Look for the message that ends a transfer for at most so many seconds; if it comes end the transfer, return True."""
         try:
             return self._look(transfer, spin_s)
-        except (
-            BaseException
-        ) as unexpected:  # also of a signal's handler: the message may be gone, the transfer not ended
+        except BaseException as unexpected:
+            # Also what a signal's handler raises: the message may be gone, and the transfer not ended.
             self._fall_over(unexpected)
             raise
 
@@ -94,10 +93,10 @@ class OneMessage:
             return None
         if any(each.is_send for each in tuple(self._new)):  # other threads add to it meanwhile
             return None
-        kind, told_bytes = self._outbox.kind_of(num_bytes)
+        kind, address, num_bytes = self._outbox.goes_along(peer, address, num_bytes)
         number, dtype = next(self._numbers), CODES[plain.dtype]
         spin_s = self._spins_of_sends.next_of(self._at_once_s)
-        has_ended = self._mail.offer(peer, kind, dtype, number, tag, num_elements, address, told_bytes, spin_s)
+        has_ended = self._mail.offer(peer, kind, dtype, number, tag, num_elements, address, num_bytes, spin_s)
         if has_ended is None:
             return None
         if spin_s:

@@ -84,18 +84,20 @@ class PointToPoint:
         sockets = [-1 if channel is None else channel.fileno() for channel in peers.channels]
         self._mail = make_mail(self._rank, pages, sockets, peers.pids, crowded)
         self._states = [ctypes.c_uint32.from_address(page + STATE_OFFSET) for page in pages]
-        self._closing = threading.Lock()  # guards the next three attributes; the first one is read without it too
+        self._under_way = UnderWay(self._rank, self._size)
+        # Guards the next two attributes and ``is_closed`` of the transfers under way; these are read without it too.
+        self._closing = threading.Lock()
         self._new: deque[Transfer] = deque()
-        self._is_closed = False
         self._failure: BaseException | None = None  # the error that ended it
         self._channels = [(peer, channel) for peer, channel in enumerate(peers.channels) if channel is not None]
         # The next attributes are used under the attendant's lock. See [Note: one thread at a time].
         self._look_s = _CROWDED_SPIN_S if crowded else _SPIN_S
-        self._attendant = Attendant(self._turn, lambda: self._is_closed, 0.0 if crowded else _SPIN_S, self._mail)
+        self._attendant = Attendant(
+            self._turn, lambda: self._under_way.is_closed, 0.0 if crowded else _SPIN_S, self._mail
+        )
         for peer, channel in self._channels:
             self._attendant.register(channel.fileno(), select.POLLIN)
             self._attendant.register(peers.pidfds[peer], ended_events(peers.pidfds[peer]))
-        self._under_way = UnderWay(self._rank, self._size)
         self._outbox = Outbox(self._mail, self._size, self._under_way.lost, reads)
         self._streams = Streams(self._mail, self._outbox, self._size)
         parts = self._mail, self._new, self._streams, self._under_way, self._outbox
@@ -135,7 +137,7 @@ class PointToPoint:
             Whether the thread has ended: if not, it may still use the memory and the sockets of the peers.
         """
         with self._closing:
-            self._is_closed = True
+            self._under_way.is_closed = True
             self._attendant.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
@@ -150,9 +152,10 @@ class PointToPoint:
         if memory is None:
             plain = Bytes().plain(tensor)
             memory = plain.data_ptr(), plain.numel(), plain.numel() * plain.itemsize
+        if self._states[self._rank].value == RankState.BROKEN and not self._under_way.is_closed:
+            raise self._broken()
         terms = tensor, plain, memory, self._rank, peer, tag, is_send, limit_s
-        is_broken = self._states[self._rank].value == RankState.BROKEN
-        if not is_broken and (work := self._attendant.at_once(self._one_message.begin, terms)) is not None:
+        if (work := self._attendant.at_once(self._one_message.begin, terms)) is not None:
             if self._under_way.is_empty and self._outbox.is_empty:
                 self._attendant.stay_away()
             else:
@@ -160,10 +163,8 @@ class PointToPoint:
             return work
         transfer = self._transfer(terms)
         with self._closing:
-            if self._is_closed:
+            if self._under_way.is_closed:
                 raise copy.copy(self._failure) or self._world_error(*_DESTROYED)
-            if self._states[self._rank].value == RankState.BROKEN:
-                raise self._broken()
             self._new.append(transfer)
         if is_send or self._under_way.has_offers:
             self._attendant.attend_now()
@@ -198,7 +199,6 @@ class PointToPoint:
         torch.set_grad_enabled(False)  # the mode is per thread; callbacks run on this thread
         self._attendant.serve()
         with self._attendant.lock:
-            self._under_way.is_closed = True
             if self._failure is None:
                 self._outbox.flush(_FAREWELL_S)
             with self._closing:
@@ -220,7 +220,7 @@ class PointToPoint:
 
     def _turn(self, ready: Set[int] | None) -> float:
         """Process everything that is ready; return for how many seconds nothing else needs to be looked at."""
-        if self._is_closed:
+        if self._under_way.is_closed:
             return 0.0
         try:
             return self._process(ready)
@@ -235,12 +235,11 @@ class PointToPoint:
         what = f"sends and receives ended after {type(unexpected).__name__}: {unexpected}"
         error = self._world_error(what, "mend the cause and make a new group")
         error.__cause__ = unexpected
-        self._under_way.is_closed = True
         for _, channel in self._channels:  # peers that wait for this rank then fail too
             with contextlib.suppress(OSError):
                 channel.shutdown(socket.SHUT_RDWR)
         with self._closing:
-            self._failure, self._is_closed = error, True
+            self._failure, self._under_way.is_closed = error, True
             self._attendant.wake()
 
     def _process(self, ready: Set[int] | None) -> float:
