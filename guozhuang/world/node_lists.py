@@ -62,9 +62,11 @@ def ports(text: str) -> list[int]:
     Raises:
         UsageError: the list cannot be read.
     """
-    found = [int(number) for number in _numbers(text.strip("[]"), text)]
-    if not all(0 < port < _NUM_PORTS for port in found):
-        raise UsageError(explain(f"a TCP port must be below {_NUM_PORTS}, and above 0", value=text, fix=_FIX))
+    found = []
+    for number in _numbers(text.strip("[]"), text):
+        if not 0 < int(number) < _NUM_PORTS:
+            raise UsageError(explain(f"a TCP port must be below {_NUM_PORTS}, and above 0", value=text, fix=_FIX))
+        found.append(int(number))
     return found
 
 
