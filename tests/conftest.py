@@ -26,9 +26,8 @@ import torch
 import torch.distributed as dist
 
 from tests.forking import starts
+from tests.waiting import LIMIT_S
 
-# Long enough for a process that was told to end to be gone on a busy machine.
-SETTLE_S = 5.0
 # Threads that libraries start once and keep on purpose.
 KEPT_THREADS = ("tqdm", "fsspecIO", "pytest_timeout")
 # In the order they run: what is wrong in a line of arithmetic is not to be found after minutes of real hosts.
@@ -49,7 +48,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):
 def _settles(is_clean: Callable[[], bool]) -> bool:
     if is_clean():
         return True
-    deadline, next_collection = time.monotonic() + SETTLE_S, 0.0
+    deadline, next_collection = time.monotonic() + LIMIT_S, 0.0
     while not is_clean():
         if time.monotonic() > deadline:
             return False

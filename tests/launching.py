@@ -30,7 +30,7 @@ import psutil
 import pytest
 
 from tests.forking import fork_server
-from tests.waiting import Answer, remaining, until
+from tests.waiting import LIMIT_S, Answer, remaining, until
 
 MARK = "GUOZHUANG_TEST_RUN"
 HOROVODRUN = "guozhuang.compat.horovod.runner.launch:run_commandline"
@@ -64,7 +64,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def python(
-    *arguments: object, folder: Path | None = None, timeout_s: float = 100.0, **more: str
+    *arguments: object, folder: Path | None = None, timeout_s: float = LIMIT_S, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python as a new program to its end, in ``environment(**more)``."""
     return subprocess.run(
@@ -104,7 +104,7 @@ class Launched:
         for process in [*self.processes(), psutil.Process(self.pid)] if self.is_running else self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self._process.join(10)
+        self._process.join(LIMIT_S)
         self._process.close()
         self._printed.cleanup()
 
@@ -120,7 +120,7 @@ class Launched:
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def wait(self, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def wait(self, timeout_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
         """Wait for the launcher itself; the exit code is negative for a signal."""
         self._process.join(timeout_s)
         assert not self._process.is_alive(), f"it runs after {timeout_s:g} s; it printed:\n{self.printed}"
@@ -136,17 +136,17 @@ class Launched:
                     found.append(process)
         return found
 
-    def left(self, limit_s: float = 5.0) -> list[str]:
+    def left(self, limit_s: float = LIMIT_S) -> list[str]:
         """What is still there after so many seconds at most."""
         return [str(process) for process in remaining(self.processes, limit_s)]
 
-    def until(self, what: Callable[[], Answer], limit_s: float = 90.0) -> Answer:
+    def until(self, what: Callable[[], Answer], limit_s: float = LIMIT_S) -> Answer:
         """Wait until the answer is true, and return it; fail with what was printed if the launcher ends before that."""
         return until(what, limit_s, goes_on=lambda: self.is_running, told=lambda: self.printed)
 
 
 def guozhuang(
-    *arguments: object, folder: Path, timeout_s: float = 60.0, program: str = "guozhuang.cli:main", **more: str
+    *arguments: object, folder: Path, timeout_s: float = LIMIT_S, program: str = "guozhuang.cli:main", **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command line of guozhuang to its end, and check that no process of it is left."""
     with Launched(*arguments, folder=folder, program=program, **more) as launched:

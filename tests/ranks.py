@@ -38,11 +38,12 @@ import torch
 import torch.distributed as dist
 
 from tests.forking import fork_server
+from tests.waiting import LIMIT_S
 
 # After one rank failed the others get this long to notice by themselves before they are asked and ended.
 GRACE_S = 8.0
 # The limit of each collective inside the ranks: below the default time-out of run_ranks, so that gloo speaks first.
-GROUP_TIMEOUT_S = 30.0
+GROUP_TIMEOUT_S = 0.6 * LIMIT_S
 # Below those that Linux gives away by itself, above those of Slurm (tests/hosts/slurm.py).
 _PORTS = range(13_000, 32_000)
 _asked = itertools.count()
@@ -71,7 +72,7 @@ def run_ranks(
     fn: Callable[..., Any],
     num_ranks: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = LIMIT_S,
     backend: str = "gloo",
     init: bool = True,
     env: Mapping[str, str | None] | None = None,
@@ -153,7 +154,7 @@ class _Rank:
         try:
             self.answer = pickle.loads(self.receiver.recv_bytes())
         except (EOFError, OSError):
-            self.process.join(5)
+            self.process.join(LIMIT_S)
 
     def ask_for_stacks(self) -> None:
         if self.process.is_alive():
@@ -163,7 +164,7 @@ class _Rank:
 
     def reap(self) -> None:
         if self.answer is not None:
-            self.process.join(5)
+            self.process.join(LIMIT_S)
         if self.process.is_alive():
             self.process.kill()
         self.process.join()

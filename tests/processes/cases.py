@@ -26,8 +26,9 @@ from guozhuang import DistributedDataParallel
 from guozhuang.exchange.weights import WeightExchange
 from guozhuang.lab.measure import tcp_sent_bytes
 from guozhuang.weights.flat import Named
-from tests.ranks import run_ranks
+from tests.ranks import GROUP_TIMEOUT_S, run_ranks
 from tests.threads.ranks import GENERATOR, run_threads, this_rank
+from tests.waiting import LIMIT_S
 
 
 def names_of_cases(namespace: Mapping[str, Any], prefix: str = "case_") -> list[str]:
@@ -59,8 +60,8 @@ def results_of_cases(
     num_ranks: int,
     names: Sequence[str],
     run: Callable[..., dict[str, str]] = run_cases,
-    timeout_s: float = 100.0,
-    group_timeout_s: float = 15.0,
+    timeout_s: float = LIMIT_S,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
     **options: Any,
 ) -> Callable[[str], None]:
     """A function that raises what one case raised; the first call runs all of them in one set of ranks.

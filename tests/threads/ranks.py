@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 from guozhuang.groups.base import PythonGroup
+from tests.waiting import LIMIT_S
 
 NAME = "threads"
-LIMIT_S = 30.0
 _here = threading.local()
 
 
