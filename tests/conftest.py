@@ -44,6 +44,9 @@ for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda number, frame: None)
 
+# Tests compute on small tensors, side by side: a second thread only waits for the first one, and takes processor time for that.
+torch.set_num_threads(1)
+
 
 def _settles(is_clean: Callable[[], bool]) -> bool:
     if is_clean():

@@ -252,12 +252,16 @@ def assert_equal_everywhere(tensor: Tensor) -> None:
 
 def assert_equal_across_ranks(module: nn.Module, what: Callable[[Tensor], Tensor | None] = lambda p: p) -> None:
     """Bit-identical on all ranks: the parameters, or what a function takes from them."""
-    for name, p in module.named_parameters():
-        value = what(p.detach() if what(p) is p else p)
-        if value is None:
-            continue
-        value = value.detach()
-        assert all(torch.equal(part, value) for part in everybodys(value)), f"{name} differs between ranks"
+    values = [(name, what(p.detach() if what(p) is p else p)) for name, p in module.named_parameters()]
+    rows = [
+        (name, value.detach().contiguous().reshape(-1).view(torch.uint8)) for name, value in values if value is not None
+    ]
+    if not rows:
+        return
+    sizes = [row.numel() for _, row in rows]
+    found = [together.split(sizes) for together in everybodys(torch.cat([row for _, row in rows]))]  # in one message
+    for (name, row), *theirs in zip(rows, *found, strict=True):
+        assert all(torch.equal(each, row) for each in theirs), f"{name} differs between ranks"
 
 
 class Twins:

@@ -56,6 +56,7 @@ from tests.threads.twins import (
     members,
     named,
     near,
+    near_row,
     push,
     train,
     update,
@@ -120,37 +121,71 @@ LAYOUTS = ("ab", "abc", "aa", "aabb")
 MORE = ("a", "abb", "abcd", "aaab", "abba", "aabbb", "abbac", "abcde", "aaabbbbc")
 
 
-def follows(rank: int, size: int, name: str, layout: str) -> None:
+@dataclass(frozen=True)
+class Moment:
+    """What one process that plays all ranks has after a step: the weights of each rank in one row, and whether all have met."""
+
+    weights: list[Tensor]
+    has_met: bool
+
+
+def story(plan: Plan, layout: str) -> dict[int | str, Moment]:
+    """The moments after each step of the first part, after the agreement that ends it, and after each step of the second."""
+    twin = plan.twin(layout)
+    found: dict[int | str, Moment] = {}
+
+    def note(when: int | str) -> None:
+        found[when] = Moment([flat(twin.of(rank)) for rank in range(twin.size)], twin.has_met)
+
+    for step in first_steps(twin):
+        twin.step(step)
+        note(step)
+    twin.agree()
+    note("agreed")
+    for step in later_steps(twin):
+        twin.step(step)
+        note(step)
+    return found
+
+
+def first_steps(twin: Twin) -> range:
+    return range(14 if isinstance(twin, Outer) else 8)
+
+
+def later_steps(twin: Twin) -> range:
+    return range(14, 18) if isinstance(twin, Outer) else range(8, 11)
+
+
+def follows(rank: int, size: int, name: str, layout: str, moments: dict[int | str, Moment]) -> None:
     plan = PLANS[name]
     (ddp, optimizer), twin = wrapped(between(layout, plan.exchange), plan.make), plan.twin(layout)
 
     def go_on(steps: range) -> None:
         for step in steps:
             train(ddp, optimizer, rank, [step], plan.parts, plan.syncs)
-            twin.step(step)
-            near(ddp.module, twin.of(rank), plan.atol)
-            equal_inside(ddp.module, layout, apart=isinstance(twin, Means) and not twin.has_met)
-            if twin.has_met:
+            now = moments[step]
+            near_row(ddp.module, now.weights[rank], plan.atol)
+            equal_inside(ddp.module, layout, apart=isinstance(twin, Means) and not now.has_met)
+            if now.has_met:
                 assert_equal_across_ranks(ddp.module)
 
-    go_on(range(14 if isinstance(twin, Outer) else 8))
+    go_on(first_steps(twin))
     ddp.eval()
-    twin.agree()
-    near(ddp.module, twin.of(rank), plan.atol)
+    near_row(ddp.module, moments["agreed"].weights[rank], plan.atol)
     assert_equal_across_ranks(ddp.module)
     if isinstance(twin, Outer) and len(set(layout)) == size:
         kept = ddp.exchange_state_dict()["weights"]["exchange"]["global"]
         same = all(torch.equal(p, kept[name]) for name, p in ddp.module.named_parameters())
         assert same or plan.exchange.agree_by == "mean"  # type: ignore[attr-defined]
     ddp.train()
-    go_on(range(14, 18) if isinstance(twin, Outer) else range(8, 11))
+    go_on(later_steps(twin))
     ddp.eval()  # waits for what is in flight: the groups are about to end
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_step_is_the_formula(name: str, layout: str) -> None:
-    run_threads(follows, len(layout), name, layout)
+    run_threads(follows, len(layout), name, layout, story(PLANS[name], layout))
 
 
 def joined(rank: int, size: int, name: str, layout: str, lengths: list[int]) -> None:

@@ -34,6 +34,14 @@ def near(ours: nn.Module, theirs: nn.Module, atol: float = 1e-6) -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
 
 
+def near_row(ours: nn.Module, row: Tensor, atol: float = 1e-6) -> None:
+    """As ``near``, against all weights in one row."""
+    if not torch.allclose(flat(ours), row, rtol=1e-5, atol=atol):
+        sizes = [p.numel() for p in ours.parameters()]
+        for (name, p), part in zip(ours.named_parameters(), row.split(sizes), strict=True):
+            torch.testing.assert_close(p.flatten(), part, rtol=1e-5, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
 def members(layout: str) -> list[list[int]]:
     return [[rank for rank, node in enumerate(layout) if node == each] for each in dict.fromkeys(layout)]
 
