@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import Launched, guozhuang, write
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.waits
 
@@ -50,7 +51,9 @@ def nested():
     return gz.init().rank, gz.launch(lambda: gz.init().size, nproc=1)
 
 def later():
-    time.sleep(5)
+    open("later has begun", "w").close()
+    while not os.path.exists("later may end"):
+        time.sleep(0.01)
 
 def wait():
     print("waiting", flush=True)
@@ -106,7 +109,8 @@ if __name__ == "__main__":
     assert gz.launch(nested, nproc=2) == [(0, [1]), (1, [1])]
     other = threading.Thread(target=gz.launch, args=(later,))
     other.start()
-    time.sleep(1)
+    while not os.path.exists("later has begun"):
+        time.sleep(0.01)
     for words, function in (("another thread", later), ("cannot be pickled for the ranks", lambda: lock)):
         try:
             gz.launch(function)
@@ -114,6 +118,7 @@ if __name__ == "__main__":
             assert words in str(error), error
         else:
             raise SystemExit("no error")
+        open("later may end", "w").close()
         other.join()
     assert dict(os.environ) == before
     print("done")
@@ -123,7 +128,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_results_and_exceptions_come_back_and_nothing_is_left(tmp_path: Path) -> None:
     script = write(tmp_path, PROGRAM)
-    done = guozhuang("run", "-np", 1, script, folder=tmp_path, timeout_s=110)  # starts it for the path alone
+    done = guozhuang("run", "-np", 1, script, folder=tmp_path, timeout_s=3 * LIMIT_S)  # starts it for the path alone
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "done", done
 
 
@@ -136,6 +141,6 @@ def test_ctrl_c_ends_all_ranks_of_a_function(tmp_path: Path) -> None:
             each for each in launched.processes() if str(script) in each.cmdline() and "wait" in each.cmdline()
         )
         program.send_signal(signal.SIGINT)
-        done = launched.wait(30)
+        done = launched.wait()
         assert done.returncode == 0 and "interrupted" in done.stdout, done
         assert not launched.left()

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import guozhuang as gz
 from guozhuang.errors import MismatchError, UsageError
 from guozhuang.strategies import get
-from tests.ranks import run_ranks
+from tests.ranks import GROUP_TIMEOUT_S, run_ranks
+from tests.waiting import LIMIT_S
 
 STEPS, MICRO, ROWS = 3, 2, 8  # optimizer steps, micro-batches in a step, rows of all ranks together in a micro-batch
 LAYOUTS = (
@@ -189,7 +190,7 @@ def shares() -> None:
 
 
 def all_of(rank: int, size: int) -> list[str]:
-    gz.init(timeout_s=30)
+    gz.init(timeout_s=GROUP_TIMEOUT_S)
     failed = []
     parts = [(steps, strategy, layout, form) for strategy, layout in LAYOUTS for form in ("plain", "method", "scaled")]
     for part, *arguments in (
@@ -211,5 +212,5 @@ def all_of(rank: int, size: int) -> list[str]:
 
 @pytest.mark.slow
 def test_layouts_against_one_process() -> None:
-    for failed in run_ranks(all_of, 4, init=False, timeout_s=110):
+    for failed in run_ranks(all_of, 4, init=False, timeout_s=3 * LIMIT_S):
         assert not failed, "\n".join(failed)

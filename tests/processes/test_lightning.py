@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.launching import guozhuang, needs, python, write
+from tests.waiting import LIMIT_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs("lightning")]
+pytestmark = [pytest.mark.slow, needs("lightning")]
 
 # The shape of Lightning's own examples: a module with an optimizer and a schedule, accumulation, clipping, validation and
 # checkpoints; one with two optimizers that are stepped by hand; and a loop with Fabric.
@@ -108,7 +109,7 @@ EXACT, OTHERS = ("ddp", "sharded", "sharded-weights"), ("diloco", "topk")
 
 def test_lightnings_trainer_is_that_of_its_own_ddp_and_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
     script, strategies = write(tmp_path, DEFINITIONS.format(package="lightning") + TRAINER), (*EXACT, *OTHERS)
-    done = guozhuang("run", "-np", 2, script, *strategies, folder=tmp_path, timeout_s=150)
+    done = guozhuang("run", "-np", 2, script, *strategies, folder=tmp_path, timeout_s=3 * LIMIT_S)
     assert done.returncode == 0 and not any(text in done.stderr for text in ("hide your model's", "(DTensors)")), done
     found, other = (torch.load(tmp_path / f"found{rank}.pt") for rank in range(2))
     expected, right, _ = found["theirs"]
@@ -134,7 +135,7 @@ def test_lightnings_trainer_is_that_of_its_own_ddp_and_goes_on_from_its_checkpoi
 def test_the_package_pytorch_lightning_is_served_too(tmp_path: Path) -> None:
     """By the same classes, made from its own: what they do is in the test above."""
     script = write(tmp_path, DEFINITIONS.format(package="pytorch_lightning") + SERVED_TOO)
-    done = python(script, folder=tmp_path, timeout_s=150)  # Lightning starts the second rank
+    done = python(script, folder=tmp_path, timeout_s=3 * LIMIT_S)  # Lightning starts the second rank
     assert done.returncode == 0 and "hide your model's" not in done.stderr, done
     found, other = (torch.load(tmp_path / f"found{rank}.pt") for rank in range(2))
     (expected, right, _) = found["theirs"]
@@ -194,7 +195,9 @@ if torch.distributed.get_rank() == 0:
 
 
 def test_fabrics_loop_is_that_of_its_own_ddp_and_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
-    done = python(write(tmp_path, FABRIC), *EXACT, *OTHERS, folder=tmp_path, timeout_s=150)  # it starts the second rank
+    done = python(
+        write(tmp_path, FABRIC), *EXACT, *OTHERS, folder=tmp_path, timeout_s=3 * LIMIT_S
+    )  # it starts the second rank
     assert done.returncode == 0, done
     assert done.stderr.count("guozhuang: Lightning trains by strategy ddp, 2 ranks on backend shm") == 1, done.stderr
     found, backend = torch.load(tmp_path / "found.pt")
