@@ -1,7 +1,6 @@
 """Collectives matched by name over each kind of group: what tests/threads/test_named.py shows of ranks that are threads."""
 
 import datetime
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,10 @@ import torch.distributed as dist
 
 from guozhuang.gradients.named import NamedEngine, Settings
 from guozhuang.groups.hierarchical import HierarchicalGroup
-from tests.processes.negotiating import full, reduced, run_engines
+from tests.processes.negotiating import full, reduced, run_engines, together
 from tests.processes.test_hierarchical import processes_of
-from tests.ranks import run_ranks
+from tests.processes.test_named_failures import expires_soon_once_connected, wait_longer_than_that
+from tests.ranks import GROUP_TIMEOUT_S, run_ranks
 from tests.threads.test_named import every_kind, in_any_order, joins
 from tests.threads.test_named_mismatches import mismatches
 
@@ -30,7 +30,7 @@ from tests.threads.test_named_mismatches import mismatches
     ids=lambda value: value.__name__ if callable(value) else None,
 )
 def test_over_groups_of_processes(program: Callable[..., Any], num_ranks: int, name: str, more: tuple[int]) -> None:
-    first, *others = run_engines(program, num_ranks, *more, name=name, timeout_s=60)
+    first, *others = run_engines(program, num_ranks, *more, name=name)
     assert all(other == first for other in others), "ranks take part in the same rounds"
 
 
@@ -41,10 +41,11 @@ def over_nodes(rank: int, num_ranks: int, layout: str) -> None:
         return HierarchicalGroup(told.store, told.group_rank, told.group_size, told.timeout, processes)
 
     dist.Backend.register_backend("nodes", create, extended_api=True, devices=["cpu"])
-    group = dist.new_group(backend="nodes", timeout=datetime.timedelta(seconds=2.0))
+    group = dist.new_group(backend="nodes", timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S))
+    expires_soon_once_connected()
     engine = NamedEngine(group, Settings())
-    if rank == 1:
-        time.sleep(2.5)  # longer than the time-out: an idle peer is no error
+    together(engine.world)
+    wait_longer_than_that(engine, late=1, waiting=0)  # an idle peer is no error
     every_kind(engine)
     part = engine.add([0, num_ranks - 1])
     if part.rank is not None:

@@ -1,17 +1,22 @@
 """What negotiation costs, counted: rounds, full rounds, collectives, copies; and what is written about it."""
 
 import datetime
-import time
+import sys
+import threading
 from collections.abc import Iterable
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from guozhuang.gradients.named import Knobs, NamedEngine, Settings, collectives
+from guozhuang.gradients.named import Knobs, NamedChannel, NamedEngine, Settings, collectives, stalls
+from guozhuang.gradients.named import channel as channels
+from guozhuang.gradients.named.control import ChannelGroups
 from guozhuang.groups.agreement import store_of
 from tests.processes.negotiating import an_engine, full, in_place, reducing, run_engines, together
+from tests.waiting import LIMIT_S, NEVER_S, until
 
 
 class Counted:
@@ -39,7 +44,28 @@ class Counted:
         self.num_gathers = 0
 
 
+def wakes_only_when_told(channel: NamedChannel) -> bool:
+    """Whether the channel's thread waits, without limit, for somebody to wake it."""
+    frame = _frame_of(channel)
+    return frame.f_code is threading.Condition.wait.__code__ and frame.f_locals["timeout"] is None
+
+
+def is_in_a_round(channel: NamedChannel) -> bool:
+    frame: FrameType | None = _frame_of(channel)
+    while frame is not None and frame.f_code is not ChannelGroups.exchange.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _frame_of(channel: NamedChannel) -> FrameType:
+    assert channel._thread is not None and channel._thread.ident is not None
+    return sys._current_frames()[channel._thread.ident]
+
+
 def steady_state(engine: NamedEngine) -> None:
+    # Nothing is ever pending for so long that the watch would ask the store, and rounds begin when somebody waits.
+    stalls.time = SimpleNamespace(monotonic=lambda: 0.0)  # type: ignore[assignment, attr-defined]
+    channels.AGE_S = NEVER_S  # type: ignore[misc]
     channel, counted, store = engine.world, Counted(), store_of(dist.group.WORLD)
     names = [f"layer.{i}" for i in range(8)]
     together(channel, "begin")
@@ -58,16 +84,19 @@ def steady_state(engine: NamedEngine) -> None:
         fewest = min(fewest, len(counted.sizes))
     assert fewest <= 2, "what is ready together travels together"
     rounds, full_rounds = channel.num_rounds, channel.num_full_rounds
-    time.sleep(0.3)
+    until(lambda: wakes_only_when_told(channel))
     assert channel.num_rounds == rounds, "an idle engine holds no rounds"
     if channel.rank == 0:  # this rank waits in one round for the other one, and holds no other
         handle = reducing(channel, names[0], full(1.0, 100))
         assert not handle.done()
-        time.sleep(0.3)
+        until(lambda: is_in_a_round(channel))
         assert channel.num_rounds <= rounds + 1
         store.set("waited", "")
     else:
-        store.wait(["waited"], datetime.timedelta(seconds=20))
+        store.wait(["waited"], datetime.timedelta(seconds=LIMIT_S))
+        assert channel.num_rounds == rounds and wakes_only_when_told(channel), (
+            "the other rank's request wakes nobody here"
+        )
         handle = reducing(channel, names[0], full(1.0, 100))
     handle.wait()
     assert channel.num_rounds == rounds + 1 and channel.num_full_rounds == full_rounds
@@ -109,11 +138,10 @@ def test_neighbours_of_a_group_and_large_tensors_are_reduced_in_place(name: str)
 
 
 def limited_fusion(engine: NamedEngine) -> list[int]:
+    channels.AGE_S = NEVER_S  # type: ignore[misc]  # all goes into one round: that of the first wait
     channel, counted = engine.world, Counted()
     group = [reducing(channel, "group", full(1.0, 10), full(1.0, 20)), reducing(channel, "one", full(1.0, 5))]
     small = [reducing(channel, f"{i}", full(1.0, 100)) for i in range(4)]
-    if channel.rank:
-        time.sleep(0.1)  # all that the other rank has comes into one round
     for handle in [*group, *small]:
         for out in handle.wait():
             assert out.eq(2).all()
@@ -122,11 +150,11 @@ def limited_fusion(engine: NamedEngine) -> list[int]:
 
 
 def test_the_threshold_and_groups_limit_what_travels_together() -> None:
-    settings = Settings(fusion_threshold_bytes=800, cycle_time_ms=100.0, fuse_groups=False)
+    settings = Settings(fusion_threshold_bytes=800, fuse_groups=False)
     sizes = run_engines(limited_fusion, 2, settings=settings)[0]
     assert 30 in sizes, "a group goes as one, and alone"
     assert sum(sizes) == 435 and max(sizes) <= 200
-    alone = run_engines(limited_fusion, 2, settings=Settings(fusion_threshold_bytes=0, cycle_time_ms=100.0))[0]
+    alone = run_engines(limited_fusion, 2, settings=Settings(fusion_threshold_bytes=0))[0]
     assert sorted(alone) == [5, 30, 100, 100, 100, 100]
 
 
