@@ -18,7 +18,8 @@ import guozhuang as gz
 from guozhuang.errors import MismatchError, UsageError
 from guozhuang.strategies import STRATEGIES, get
 from guozhuang.world.layout import HYBRID, OWN_AXIS
-from tests.ranks import run_ranks
+from tests.ranks import GROUP_TIMEOUT_S, run_ranks
+from tests.waiting import LIMIT_S
 
 STEPS, MICRO, ROWS = 3, 4, 2  # optimizer steps, micro-batches in a step, rows of a rank in a micro-batch
 DIVIDED = ("sharded-gradients", "sharded-weights")
@@ -290,7 +291,7 @@ def run_strategies(rank: int, size: int, chosen: list[str], parts: list[str]) ->
     """Run parts under each strategy; return what failed."""
     warnings.simplefilter("ignore")
     failed = []
-    gz.init(timeout_s=20)
+    gz.init(timeout_s=GROUP_TIMEOUT_S)
     for strategy in chosen:
         for each in parts:
             try:
@@ -330,18 +331,18 @@ def test_one_script_under_several_strategies() -> None:
 @pytest.mark.slow
 def test_names_are_the_models_own() -> None:
     check(1, ["single", "dp", "ddp"], ["names"])
-    check(2, SEVERAL, ["names"], timeout_s=90)
+    check(2, SEVERAL, ["names"], timeout_s=3 * LIMIT_S)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["forward loop", "parts with+scaler"])
 def test_accumulated_steps_are_those_of_one_big_batch(part: str) -> None:
     check(1, ["single", "dp", "ddp"], [part])
-    check(2, SEVERAL, [part], timeout_s=120)
+    check(2, SEVERAL, [part], timeout_s=3 * LIMIT_S)
 
 
 def count_exchanges(rank: int, size: int) -> dict[str, list[int]]:
-    gz.init(backend="gloo", timeout_s=20)
+    gz.init(backend="gloo", timeout_s=GROUP_TIMEOUT_S)
     found = {name: reductions(name) for name in ("ddp", "torch-ddp", "sharded", "sharded-gradients", "bf16")}
     gz.shutdown()
     return found

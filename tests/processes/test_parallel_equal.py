@@ -33,8 +33,10 @@ from guozhuang.parallel.random import Draws
 from guozhuang.world.layout import Layout
 from tests.processes.cases import results_of_cases
 from tests.processes.parallel_models import KINDS, Kind
+from tests.ranks import GROUP_TIMEOUT_S
+from tests.waiting import LIMIT_S
 
-pytestmark = pytest.mark.timeout(460)  # the first row of a number of ranks runs all of them
+pytestmark = pytest.mark.timeout(10 * LIMIT_S)  # the first row of a number of ranks runs all of them
 
 # Rows of each step, on all copies of the model together; the last batch is ragged.
 ROWS = (8, 8, 6)
@@ -452,7 +454,7 @@ def check_case(name: str) -> None:
 def run_table(rank: int, world_size: int, module: str, names: Sequence[str], backend: str) -> dict[str, str]:
     """Run cases one after the other on this rank; return the tracebacks of those that failed."""
     torch.set_num_threads(1)
-    gz.init(backend, timeout_s=20)
+    gz.init(backend, timeout_s=GROUP_TIMEOUT_S)
     failures: dict[str, str] = {}
     for name in names:
         started_s = time.monotonic()
@@ -483,7 +485,9 @@ def gloo(rank: int, world_size: int, module: str, names: Sequence[str]) -> dict[
 def rows_of_table() -> Iterator[Any]:
     for (num_ranks, backend), (quick, slow) in TABLE.items():
         for names, marks in ((quick, []), ([name for name in slow if name not in quick], [pytest.mark.slow])):
-            check = results_of_cases(__name__, num_ranks, names, {"shm": shm, "gloo": gloo}[backend], 400, init=False)
+            check = results_of_cases(
+                __name__, num_ranks, names, {"shm": shm, "gloo": gloo}[backend], 9 * LIMIT_S, init=False
+            )
             for name in names:
                 yield pytest.param(check, name, marks=marks, id=f"{name} {backend} {num_ranks} ranks")
 

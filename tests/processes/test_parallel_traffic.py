@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import guozhuang as gz
 from guozhuang.lab.measure import tcp_sent_bytes
 from tests.processes.cases import results_of_cases
+from tests.ranks import GROUP_TIMEOUT_S
 
 ROWS, TOKENS, WIDTH, INNER, NUM_LAYERS, NUM_OUTPUTS = 8, 64, 64, 96, 3, 4
 CHANNELS, PIXELS = 16, 64
@@ -105,7 +106,7 @@ def train(layout: str) -> int:
 
 
 def run(rank: int, size: int, module: str, names: list[str]) -> dict[str, str]:
-    gz.init("gloo", timeout_s=20)
+    gz.init("gloo", timeout_s=GROUP_TIMEOUT_S)
     failed = {}
     for layout in names:
         found, wanted = train(layout), FORMULAS[layout].num_bytes[rank]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import guozhuang as gz
 from guozhuang.errors import UsageError
 from tests.ranks import run_ranks
+from tests.waiting import LIMIT_S
 
 
 class Block(nn.Module):
@@ -77,6 +78,6 @@ def peers(rank: int, size: int) -> dict[str, list[float]]:
 def test_peers_train_as_one_process_does() -> None:
     alone = losses("single")
     gz.shutdown()
-    for found in run_ranks(peers, 2, init=False, timeout_s=110):
+    for found in run_ranks(peers, 2, init=False, timeout_s=3 * LIMIT_S):
         for strategy, each in found.items():
             assert each == pytest.approx(alone, rel=1e-5), strategy
