@@ -5,12 +5,16 @@
         done = guozhuang("run", "-np", 2, script, folder=tmp_path)
         assert (done.returncode, done.stdout) == (0, "[0] hello\\n[1] hello\\n")
 
-The launcher is forked from the server of tests/ranks.py; what it starts are real processes. However it ends, ``left()``
-tells what is left of it: every process that inherited its environment.
+The launcher is forked from the server of tests/ranks.py. Its ranks are forked too, by the warm parent of
+guozhuang/launch/warm.py, as those of ``guozhuang compare`` are: a rank that imports torch by itself takes seconds of a core.
+``forks_ranks=False`` has them started by ``exec``, as for a user: for tests of how processes start, and of what is read only
+then. However the launcher ends, ``left()`` tells what is left of it: every process that inherited its environment, or that
+works in the folder of the test.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -18,9 +22,11 @@ import os
 import runpy
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +34,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from guozhuang import compat
+from guozhuang.launch import warm
+from guozhuang.launch.request import environment_of_launchers
 from tests.forking import fork_server
 from tests.waiting import LIMIT_S, Answer, remaining, until
 
@@ -80,10 +90,19 @@ class Launched:
         *arguments: after ``guozhuang``.
         folder: where it runs, and where its temporary files go (``folder/tmp``).
         program: what takes the arguments, as module:function; ``HOROVODRUN`` for that command.
+        forks_ranks: whether ranks that are Python programs may be forks of a process that has imported torch.
         **more: environment variables.
     """
 
-    def __init__(self, *arguments: object, folder: Path, program: str = "guozhuang.cli:main", **more: str) -> None:
+    def __init__(
+        self,
+        *arguments: object,
+        folder: Path,
+        program: str = "guozhuang.cli:main",
+        forks_ranks: bool = True,
+        **more: str,
+    ) -> None:
+        self._folder = str(folder.resolve())
         self.mark = secrets.token_hex(8)
         (folder / "tmp").mkdir(exist_ok=True)
         self._printed = tempfile.TemporaryDirectory(prefix="launched-")
@@ -92,7 +111,7 @@ class Launched:
         context = fork_server()
         words = list(map(str, arguments))
         outputs = list(map(str, self._outputs))
-        self._process = context.Process(target=_main, args=(program, words, str(folder), environ, outputs))
+        self._process = context.Process(target=_main, args=(program, words, str(folder), environ, outputs, forks_ranks))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
@@ -128,13 +147,21 @@ class Launched:
         return subprocess.CompletedProcess([], self._process.exitcode or 0, out, err)
 
     def processes(self) -> list[psutil.Process]:
-        """Every process that inherited the environment of this launcher, but not the launcher itself."""
+        """Every process that inherited the environment of this launcher, or works in its folder, but not the launcher itself.
+
+        The kernel does not know the environment of a rank that was forked.
+        """
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.pid != self.pid and process.environ().get(MARK) == self.mark:
+                if process.pid != self.pid and (
+                    process.environ().get(MARK) == self.mark or self._is_below(process.cwd())
+                ):
                     found.append(process)
         return found
+
+    def _is_below(self, path: str) -> bool:
+        return path == self._folder or path.startswith(self._folder + os.sep)
 
     def left(self, limit_s: float = LIMIT_S) -> list[str]:
         """What is still there after so many seconds at most."""
@@ -146,10 +173,15 @@ class Launched:
 
 
 def guozhuang(
-    *arguments: object, folder: Path, timeout_s: float = LIMIT_S, program: str = "guozhuang.cli:main", **more: str
+    *arguments: object,
+    folder: Path,
+    timeout_s: float = LIMIT_S,
+    program: str = "guozhuang.cli:main",
+    forks_ranks: bool = True,
+    **more: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command line of guozhuang to its end, and check that no process of it is left."""
-    with Launched(*arguments, folder=folder, program=program, **more) as launched:
+    with Launched(*arguments, folder=folder, program=program, forks_ranks=forks_ranks, **more) as launched:
         done = launched.wait(timeout_s)
         assert not launched.left(), (launched.left(), done)
         return done
@@ -173,7 +205,9 @@ def run_script(arguments: list[str]) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-def _main(program: str, arguments: list[str], folder: str, environ: dict[str, str], outputs: list[str]) -> None:
+def _main(
+    program: str, arguments: list[str], folder: str, environ: dict[str, str], outputs: list[str], forks_ranks: bool
+) -> None:
     for target, path in zip((1, 2), outputs, strict=True):
         with open(path, "wb") as file:
             os.dup2(file.fileno(), target)
@@ -183,6 +217,8 @@ def _main(program: str, arguments: list[str], folder: str, environ: dict[str, st
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
+    if forks_ranks:
+        _keep_a_warm_parent(environ)
     sys.argv = ["guozhuang", *arguments]
     module, _, function = program.partition(":")
 
@@ -195,3 +231,41 @@ def _main(program: str, arguments: list[str], folder: str, environ: dict[str, st
         sys.stdout.flush()
         sys.stderr.flush()
     sys.exit(code)
+
+
+def _keep_a_warm_parent(environ: dict[str, str]) -> None:
+    """Fork the warm parent of this launcher; in each of its ranks, be the rank to its end."""
+    # What the launcher gives each of two ranks on two cores: one thread, and the folders of the names of other systems.
+    loaded_with = environment_of_launchers(1, compat.extension().python_path, environ)
+    channel, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        warm.inherited = warm.WarmParent(warm.ForkedRank(pid), channel, loaded_with)
+        return
+    channel.close()
+    os.setsid()
+    torch.set_num_threads(1)
+    sys.path.insert(0, "")  # gives way to the folder of the script
+    sys.path += [folder for folder in loaded_with["PYTHONPATH"].split(os.pathsep) if folder not in sys.path]
+    try:
+        theirs.send(warm._READY)
+    except OSError:
+        os._exit(0)  # the launcher has ended already
+    request = warm._serve(theirs, loaded_with)
+    code: Any = 1
+    try:  # what the interpreter does at the end of a program; here it would return into multiprocessing
+        warm._run(request)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(ValueError, OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
