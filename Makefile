@@ -1,6 +1,7 @@
 # make demo       install, then the main job on the embedded data: a table, and the path of the report
 # make test       install what tests need, then lint, format, types and every test that is not marked slow
-# make test-all   the same, and the slow ones
+# make test-slow SHARD=3   a twelfth of the slow ones, at most 20 minutes; NOTE=yes keeps what they took (tests/shards.py)
+# make test-all   all of these
 # make docs       the documentation site, in build/docs/site
 # make test-torch TORCH=2.15.0   with another version of PyTorch, in a virtual environment of its own, the tests that it could break
 # PYTHON=python3.12 make ...   chooses the interpreter that .venv is made with (3.11 or later)
@@ -14,23 +15,27 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 ENGINE := setup.py $(wildcard guozhuang/groups/shared_memory/*.[ch] guozhuang/exchange/kernels/*.[ch]) \
 	$(wildcard packaging/*/*.py packaging/*/*.pth packaging/*/*.toml packaging/*/*/*/*.py)
 
-.PHONY: demo test test-all test-torch mutations docs lint style install clean
+.PHONY: demo test test-slow test-all test-torch mutations docs lint style install clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-text
 	$(BIN)/guozhuang compare --batch-size 16 --steps 40 --strategies single,ddp,torch-ddp,sharded,none
 
-# Tests run side by side on four workers, for they mostly wait (tests/conftest.py). Types are checked meanwhile, and reported
-# after them. Either failing fails. Bytecode is written whatever the environment says: tests start Python a thousand times.
-PYTEST = export PYTHONDONTWRITEBYTECODE=; $(BIN)/mypy >$(VENV)/types.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(1); tests=$$?; \
-	wait $$types || tests=1; echo "mypy: $$(cat $(VENV)/types.log)"; exit $$tests
+# Tests run side by side on three workers, for many of them wait (tests/conftest.py). Bytecode is written whatever the environment
+# says: tests start Python a thousand times.
+PYTEST = export PYTHONDONTWRITEBYTECODE=; $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: style
-	@$(call PYTEST,-m "not slow")
+	@$(PYTEST) -m "not slow"
 
-test-all: style $(VENV)/.installed-docs
-	@$(call PYTEST)
+# A slow test that fails beside others is run once more alone, and then counts.
+test-slow: style $(VENV)/.installed-docs
+	@[ -n "$(SHARD)" ] || { echo "make: which part of the slow tests? Fix: make test-slow SHARD=1, up to 12."; exit 1; }
+	@$(PYTEST) --shard $(SHARD) $(if $(NOTE),--note-durations) || { [ $$? = 1 ] && echo "once more, what failed, alone:" && \
+		$(BIN)/python -m pytest --shard $(SHARD) --last-failed --last-failed-no-failures none; }
+
+test-all: test
+	@for shard in 1 2 3 4 5 6 7 8 9 10 11 12; do $(MAKE) test-slow SHARD=$$shard || exit 1; done
 
 # What another version of PyTorch could break: collectives and sends on every group, DDP, the sharded strategies, a few steps of
 # every strategy, groups whose ranks come and go, and the commands. PyPI's builds for Linux bring CUDA's libraries, 5 GB of them;
@@ -42,7 +47,7 @@ TORCH_TESTS := tests/pure/test_versions.py tests/threads/test_roll_call.py $(add
 
 test-torch: $(TORCH_VENV)/.installed
 	$(TORCH_VENV)/bin/python -c "import torch; print('PyTorch', torch.__version__)"
-	$(TORCH_VENV)/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not slow or versions" $(TORCH_TESTS)
+	$(TORCH_VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow or versions" $(TORCH_TESTS)
 
 # Versions of PyTorch differ in the setuptools that they take.
 $(TORCH_VENV)/.installed: pyproject.toml constraints.txt $(ENGINE)

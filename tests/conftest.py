@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import forking, shards
 from tests.forking import starts
 from tests.waiting import LIMIT_S
 
@@ -34,7 +35,10 @@ KEPT_THREADS = ("tqdm", "fsspecIO", "pytest_timeout")
 TIERS = ("pure", "threads", "processes", "hosts", "device")
 # How many processes the tests of a whole run start themselves, from the fork server or as new programs. What those start is not
 # counted: a launcher starts about six more. A start is what costs time; whoever needs more shares ranks between cases first.
-STARTS_BUDGET = {"not slow": 1_750, "": 3_850}
+STARTS_BUDGET = {"not slow": 1_750}
+# Processor time of `make test` after the installation, lint and types included. See [Note: processor time].
+PROCESSOR_BUDGET_S = {"not slow": 600.0}
+PIECE_S = 0.12
 # Variables that torch sets for itself: its compiler does when the first optimizer of a process imports it.
 SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
 
@@ -188,8 +192,11 @@ def beside_others(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Fast ones first, or what waits longest where tests run side by side; skip what this machine cannot run, and say so."""
+    _keep_shard(config, items)
     is_worker = hasattr(config, "workerinput")
     items.sort(key=lambda item: TIERS.index(_tier(item.path.parts)) * (-1 if is_worker else 1))
+    if is_worker:
+        items.sort(key=lambda item: item.path.name != "test_types.py")  # the longest of all
     for item in items:
         if item.get_closest_marker("needs_root") and os.geteuid() != 0:
             item.add_marker(pytest.mark.skip(reason="needs root to make network namespaces"))
@@ -215,7 +222,33 @@ def _waits(file: Path) -> bool:
     return "pytest.mark.waits" in file.read_text()
 
 
-# ---- what a run cost, by tier
+# ---- the slow tests in parts: `make test-slow SHARD=3`
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", type=int, help=f"run the slow tests of this part alone, 1 to {shards.NUM_SHARDS}")
+    parser.addoption(
+        "--note-durations", action="store_true", help=f"write what slow tests took to {shards.DURATIONS.name}"
+    )
+
+
+def _keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not slow, and what is in another part. See tests/shards.py."""
+    number = config.getoption("--shard")
+    if number is None:
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    mine = shards.shard_of({shards.unit(item.nodeid) for item in slow}, number)
+    kept = [item for item in slow if shards.unit(item.nodeid) in mine]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+# ---- what a run cost, by tier: seconds of all workers together, processor time, and process starts
+# [Note: processor time] A test costs what this process, its children and the fork server with its children used while it ran.
+# What was reaped by nobody of these, such as an orphan that outlived its launcher, is not seen. Machines differ by a factor of
+# three, and one machine by two within an hour. So each worker times a fixed piece of work at its begin and its end, and the
+# budget holds for a machine on which that takes PIECE_S.
 
 
 def _tier(parts: tuple[str, ...]) -> str:
@@ -228,19 +261,70 @@ def _count_programs(event: str, _: object) -> None:
 
 
 sys.addaudithook(_count_programs)
-_counted = 0
+_noted_starts, _noted_s = 0, 0.0
+_pieces_s: list[float] = []  # of all workers, in the process that reports
+_workers_s: list[float] = []
+
+
+def _processor_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system + forking.processor_s()
+
+
+def _piece_of_work_s() -> float:
+    """Processor time of a fixed piece of work, as tests do it: Python and small operations of torch."""
+    begin_s, row = time.process_time(), torch.ones(8)
+    for number in range(20_000):
+        row = row * 1.0 + (number % 3 == 1)
+    return time.process_time() - begin_s
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if _runs_tests(session.config):
+        _pieces_s.append(_piece_of_work_s())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _noted_s
+    if not _noted_s:
+        _noted_s = _processor_s() - forking.preload_s
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    global _counted
-    item.user_properties.append(("starts", starts.total() - _counted))
-    _counted = starts.total()
+    global _noted_starts, _noted_s
+    now_s = _processor_s() - forking.preload_s  # which belongs to no test
+    item.user_properties += [("starts", starts.total() - _noted_starts), ("processor_s", now_s - _noted_s)]
+    _noted_starts, _noted_s = starts.total(), now_s
+
+
+def _runs_tests(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _runs_tests(session.config):
+        _pieces_s.append(_piece_of_work_s())
+        forking.stop()
+    if hasattr(session.config, "workerinput"):
+        session.config.workeroutput |= {"processor_s": _processor_s(), "pieces_s": _pieces_s}  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    output = getattr(node, "workeroutput", None) or {}
+    _workers_s.append(output.get("processor_s", 0.0))
+    _pieces_s.extend(output.get("pieces_s", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Tests, seconds (all workers together) and process starts of each tier."""
-    tests, seconds, started = (collections.Counter[str]() for _ in range(3))
+    """What each tier cost, and the dearest tests; fails the run where the whole cost more than its budget."""
+    tests, seconds, started, processor_s = (collections.Counter[str]() for _ in range(4))
+    dearest: collections.Counter[str] = collections.Counter()
+    took: collections.Counter[str] = collections.Counter()
     for outcome in ("passed", "failed", "error", ""):
         for report in terminalreporter.stats.get(outcome, []):
             if not isinstance(report, pytest.TestReport):
@@ -248,16 +332,36 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             tier = _tier(Path(report.nodeid.partition("::")[0]).parts)
             tests[tier] += report.when == "call"
             seconds[tier] += report.duration
-            started[tier] += sum(
-                n for name, n in report.user_properties if name == "starts" and report.when == "teardown"
-            )
-    for tier in TIERS if tests.total() else ():
-        terminalreporter.write_line(
-            f"{tier:9} {tests[tier]:5} tests {seconds[tier]:6.0f} s {started[tier]:5} process starts"
+            took[shards.unit(report.nodeid)] += report.duration
+            noted = dict(report.user_properties) if report.when == "teardown" else {}
+            started[tier] += noted.get("starts", 0)
+            processor_s[tier] += noted.get("processor_s", 0.0)
+            dearest[report.nodeid] += noted.get("processor_s", 0.0)
+    if not tests.total():
+        return
+    line = terminalreporter.write_line
+    for tier in TIERS:
+        line(
+            f"{tier:9} {tests[tier]:5} tests {seconds[tier]:6.0f} s, {processor_s[tier]:5.0f} s of a processor, "
+            f"{started[tier]:5} process starts"
         )
-    budget = STARTS_BUDGET.get(config.option.markexpr)
-    if budget is not None and started.total() > budget:
-        terminalreporter.write_line(
-            f"{started.total()} process starts are more than {budget}: see STARTS_BUDGET in conftest.py"
-        )
-        terminalreporter._session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    line("the dearest: " + ", ".join(f"{test} {cost_s:.1f} s" for test, cost_s in dearest.most_common(10)))
+    if config.getoption("--note-durations"):
+        shards.note(took)
+    own_s = _processor_s() if _runs_tests(config) else time.process_time()  # workers have counted themselves
+    whole_s, piece_s = own_s + sum(_workers_s), sum(_pieces_s) / max(len(_pieces_s), 1)
+    scaled_s = whole_s * PIECE_S / piece_s if piece_s else whole_s
+    line(f"in all {whole_s:.0f} s of a processor, {scaled_s:.0f} s at the speed of the machine that the budget is for")
+    for what, number, most in (
+        ("process starts", started.total(), STARTS_BUDGET.get(_selected(config))),
+        ("seconds of a processor", scaled_s, PROCESSOR_BUDGET_S.get(_selected(config))),
+    ):
+        if most is not None and number > most:
+            line(f"{number:.0f} {what} are more than the budget of {most:.0f}: see conftest.py")
+            terminalreporter._session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _selected(config: pytest.Config) -> str:
+    """Which tests run, as the keys of the budgets say it; "part" where some were chosen by hand."""
+    chosen = config.option.keyword or config.getoption("--shard") or config.args != ["tests"]
+    return "part" if chosen else config.option.markexpr
