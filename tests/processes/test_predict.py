@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 STRANGE = """
 import torch
 from torch import nn
@@ -36,11 +38,11 @@ def training(options):
 def predict(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "guozhuang", "predict", *words, "--device", "cpu", "--profile", "profile.json"]
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{folder}:{Path(__file__).resolve().parents[2]}"}
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=3 * LIMIT_S)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(7 * LIMIT_S)
 def test_a_profile_is_measured_kept_and_used_again(tmp_path: Path) -> None:
     (tmp_path / "strange.py").write_text(STRANGE)
     own = ("--workload", "strange:training", "--ranks", "1,2", "--strategies", "ddp,parameter-server,none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pytorch_own.run import PASSED, SKIPPED, run
+from tests.waiting import LIMIT_S
 
 # Why tests do not run, with gloo as with "shm".
 NOT_FOR_GLOO_ON_CPUS = (
@@ -44,11 +45,11 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(10 * LIMIT_S)
 @pytest.mark.parametrize("name", RUNS)
 def test_what_gloo_passes_passes_on_our_groups(name: str) -> None:
     backend, like, patterns, num_passing = RUNS[name]
-    found = run(backend, "torch", 4, patterns, like=like, timeout_s=380.0)
+    found = run(backend, "torch", 4, patterns, like=like, timeout_s=9 * LIMIT_S)
     skipped = {name: text for name, text in found.items() if text.startswith(SKIPPED)}
     failed = {name: text for name, text in found.items() if text != PASSED and name not in skipped}
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
@@ -91,11 +92,11 @@ NOT_OURS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(10 * LIMIT_S)
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_what_torchs_wrapper_passes_ours_passes(backend: str) -> None:
     left_out = {name for names in NOT_BY_STOCK.values() for name in names} | set(NOT_OURS)
-    found = run(backend, "guozhuang", 2, WRAPPER, timeout_s=380.0, on_cpu=True, without=sorted(left_out))
+    found = run(backend, "guozhuang", 2, WRAPPER, timeout_s=9 * LIMIT_S, on_cpu=True, without=sorted(left_out))
     failed = {name: text for name, text in found.items() if text != PASSED}
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
     assert sum(text == PASSED for text in found.values()) >= 80

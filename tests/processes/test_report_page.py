@@ -15,6 +15,7 @@ import pytest
 from guozhuang.lab import report
 from guozhuang.lab.results import RunFailure
 from tests.pure.made_up import comparison, row, usual
+from tests.waiting import LIMIT_S
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (1400, 420)
@@ -72,7 +73,7 @@ def test_the_report_fits_a_screen_and_a_telephone(tmp_path: Path) -> None:
     done = subprocess.run(
         [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
          "--enable-logging=stderr", "--virtual-time-budget=20000", "--dump-dom", opener.as_uri()],
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     shown = re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)
     assert shown is not None, done.stderr[-2000:]

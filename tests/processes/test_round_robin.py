@@ -14,7 +14,7 @@ import guozhuang as gz
 from guozhuang import strategies
 from guozhuang.errors import UsageError
 from guozhuang.groups import round_robin
-from tests.ranks import run_ranks
+from tests.ranks import GROUP_TIMEOUT_S, run_ranks
 
 
 class Counting(dist.ProcessGroup):
@@ -32,7 +32,7 @@ class Counting(dist.ProcessGroup):
 
 
 def takes_turns(rank: int, world_size: int) -> list[list[str]]:
-    limit = datetime.timedelta(seconds=20)
+    limit = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
     counting = [Counting(dist.new_group(timeout=limit)) for _ in range(3)]
     group = round_robin.RoundRobinGroup(counting)
     works = []
@@ -64,7 +64,7 @@ def test_collectives_go_round_and_the_order_is_the_same_on_all_ranks() -> None:
 
 
 def one_is_refused(rank: int, world_size: int) -> list[float]:
-    group = round_robin.over(2, 5.0)
+    group = round_robin.over(2, GROUP_TIMEOUT_S)
     found = []
     for step in range(3):
         if rank == 0 and step == 1:
@@ -81,7 +81,7 @@ def test_a_call_that_one_rank_alone_is_refused_shifts_no_turn() -> None:
 
 
 def begins_much(rank: int, world_size: int) -> list[bool]:
-    group = round_robin.over(3, 20.0)
+    group = round_robin.over(3, GROUP_TIMEOUT_S)
     tensors = [torch.ones(2_000_000) for _ in range(3)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
     dist.barrier(group=group)
@@ -98,7 +98,7 @@ def test_after_a_barrier_what_was_begun_in_any_group_has_ended() -> None:
 
 
 def everything(rank: int, world_size: int) -> None:
-    group = round_robin.over(2, 20.0)
+    group = round_robin.over(2, GROUP_TIMEOUT_S)
     assert dist.get_backend(group) == "round_robin"
     assert (dist.get_rank(group), dist.get_world_size(group)) == (rank, world_size)
     for _ in range(3):

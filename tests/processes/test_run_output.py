@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import pytest
 
 from tests.glass import Glass
 from tests.processes.test_run import environ, guozhuang
+from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.waits
 
@@ -53,7 +53,7 @@ def test_both_streams_to_one_place_keep_their_order(tmp_path: Path) -> None:
     script = write(tmp_path, "for i in range(500): print(i, file=(sys.stdout, sys.stderr)[i % 2])\n")
     done = subprocess.run(
         [sys.executable, "-m", "guozhuang", "run", "-np", "2", str(script)], cwd=tmp_path, env=environ(tmp_path),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90, check=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S, check=True,
     )  # fmt: skip
     for rank in range(2):
         assert [line[4:] for line in done.stdout.splitlines() if line.startswith(f"[{rank}]")] == [
@@ -65,7 +65,7 @@ def test_one_rank_has_the_output_for_itself(tmp_path: Path) -> None:
     script = write(tmp_path, "print('plain', sys.stdin.readline())\n")
     done = subprocess.run(
         [sys.executable, "-m", "guozhuang", "run", str(script)], cwd=tmp_path, env=environ(tmp_path), input="typed\n",
-        capture_output=True, text=True, timeout=90, check=True,
+        capture_output=True, text=True, timeout=LIMIT_S, check=True,
     )  # fmt: skip
     assert done.stdout == "plain typed\n\n" and done.stderr == ""
 
@@ -85,12 +85,13 @@ class OnTerminal:
     def resize(self, columns: int) -> None:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
-    def read_until(self, is_enough: Callable[[], bool], limit_s: float = 60) -> None:
-        deadline = time.monotonic() + limit_s
-        while not is_enough():
-            assert time.monotonic() < deadline, self.seen
-            if select.select([self.master], [], [], 0.1)[0]:
+    def read_until(self, is_enough: Callable[[], bool]) -> None:
+        def reads() -> bool:
+            if select.select([self.master], [], [], 0)[0]:
                 self.seen += os.read(self.master, 65536)
+            return is_enough()
+
+        until(reads, told=lambda: self.seen)
 
     def end(self) -> int:
         """Read all that is shown; the exit code."""
@@ -111,32 +112,33 @@ def test_rank_0_has_a_terminal_of_its_own(tmp_path: Path) -> None:
     """Its bars look as in a single process, whatever rank 1 prints; it sees the size; nothing is lost when it is killed."""
     script = write(
         tmp_path,
-        "def seen(name, limit=40):\n"
-        "    while not os.path.exists(os.path.join(os.environ['OUT'], name)):\n"
-        "        time.sleep(0.01); limit -= 0.01; assert limit > 0\n"
+        "def seen(name):\n"
+        "    while not os.path.exists(os.path.join(os.environ['OUT'], name)): time.sleep(0.01)\n"
         "def tell(name): open(os.path.join(os.environ['OUT'], name), 'w').close()\n"
         "if rank == 1:\n"
-        "    for step in range(4): seen(f'bar{step}'); print('other', step); sys.stdout.flush(); tell(f'other{step}')\n"
-        "    time.sleep(60)\n"
+        "    for step in range(4): seen(f'bar{step}'); print('other', step); sys.stdout.flush()\n"
+        "    time.sleep(3600)\n"
         "from rich.console import Console\nfrom rich.live import Live\nfrom tqdm import tqdm\n"
         "assert sys.stdout.isatty() and sys.stderr.isatty()\n"
         "console = Console()\nassert console.is_terminal and console.width == 56, console.width\n"
         "with tqdm(total=2, ncols=30, bar_format='{l_bar}{bar}|', ascii=True) as outer:\n"
         "    for step in range(2):\n"
         "        inner = tqdm(total=1, ncols=30, desc='in', bar_format='{l_bar}{bar}|', ascii=True, leave=False)\n"
-        "        tell(f'bar{step}'); seen(f'other{step}'); time.sleep(0.2); inner.close(); outer.update()\n"
+        "        tell(f'bar{step}'); seen(f'shown{step}'); inner.close(); outer.update()\n"
         "with Live('', console=console, auto_refresh=False) as live:\n"
         "    for step in range(2, 4):\n"
         "        live.update(f'[red]{\"=\" * 56}[/]\\nstep {step}', refresh=True)\n"
-        "        tell(f'bar{step}'); seen(f'other{step}'); time.sleep(0.2)\n"
+        "        tell(f'bar{step}'); seen(f'shown{step}')\n"
         "resized = []\nsignal.signal(signal.SIGWINCH, lambda *_: resized.append(1))\nprint('ready')\n"
-        "limit = time.monotonic() + 40\n"
-        "while not resized and time.monotonic() < limit: time.sleep(0.01)\n"
+        "while not resized: time.sleep(0.01)\n"
         "print('columns', os.get_terminal_size(1).columns)\n"
         "sys.stdout.write('\\x1b[?25l' + '!' * 20000); sys.stdout.flush(); os.kill(os.getpid(), 9)\n",
     )
     there = OnTerminal(tmp_path, script)
     try:
+        for step in range(4):  # what rank 1 prints is shown while the bar stands there
+            there.read_until(lambda step=step: b"other %d" % step in there.seen)
+            (tmp_path / "out" / f"shown{step}").touch()
         there.read_until(lambda: b"ready\r\n" in there.seen)
         there.resize(50)
         there.run.send_signal(signal.SIGWINCH)
@@ -216,10 +218,9 @@ def test_the_report_with_log_files_tells_when_and_what(tmp_path: Path) -> None:
         tmp_path,
         "from pathlib import Path\nmark = Path(os.environ['OUT'], 'raised')\nprint('step 7')\n"
         "if rank:\n"
-        "    import atexit; atexit.register(lambda: (mark.touch(), time.sleep(0.8)))\n"
+        "    import atexit; atexit.register(lambda: (mark.touch(), time.sleep(3600)))\n"
         "    raise ValueError('boom\\n\\nmore of it')\n"
-        "while not mark.exists(): time.sleep(0.01)\n"
-        "time.sleep(0.4)\n"
+        "while not mark.exists() or 'more of it' not in Path('logs/rank1.log').read_text(): time.sleep(0.01)\n"
         "sys.exit(5)\n",
     )
     done = guozhuang("run", "-np", "2", "--log-dir", "logs", script, folder=tmp_path)
@@ -257,12 +258,12 @@ def test_the_report_of_a_failure(tmp_path: Path, stand: str) -> None:
         tmp_path,
         "from pathlib import Path\nmark = Path(os.environ['OUT'], 'raised')\nprint('step 7', rank)\n"
         "if rank == 1:\n"
-        "    import atexit; atexit.register(lambda: (mark.touch(), time.sleep(1)))\n"
+        "    import atexit; atexit.register(lambda: (mark.touch(), time.sleep(3600)))\n"
         "    raise ValueError('boom')\n"
         "if rank == 0:\n"
         "    while not mark.exists(): time.sleep(0.001)\n"
         "    raise RuntimeError('Connection closed by peer [127.0.0.1]:1')\n"
-        "time.sleep(60)\n",
+        "time.sleep(3600)\n",
     )
     done = guozhuang("run", "-np", "3", *filter(None, [stand]), script, folder=tmp_path)
     assert done.returncode == 1
@@ -300,6 +301,6 @@ def test_a_closed_output_does_not_stop_the_ranks(tmp_path: Path) -> None:
     run.stdout.close()
     err = run.stderr.read().decode()
     run.stderr.close()
-    assert run.wait(60) == 0, err
+    assert run.wait(LIMIT_S) == 0, err
     assert err.count("standard output is closed") == 1
     assert len(list((tmp_path / "out").iterdir())) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,16 +12,17 @@ import pytest
 
 from tests.launching import Launched, guozhuang, write
 from tests.ranks import free_port
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.waits
 
 SCRIPT = """
-import sys, time
+import sys
 import torch
 import guozhuang as gz
 from guozhuang.exchange.parameter_server import ParameterServer
 
-world = gz.init()
+world = gz.init(timeout_s=3600)  # nobody waits for it
 torch.manual_seed(0)
 model = gz.DistributedDataParallel(torch.nn.Linear(20, 30))
 model.use_exchange(ParameterServer(servers=int(sys.argv[1])))
@@ -34,11 +34,10 @@ for step in range(num_steps):
     optimizer.step()
     if step == 3:
         print("under way", flush=True)
-    time.sleep(0.02 if num_steps > 10 else 0)
 print(f"{world.rank} of {world.size}: {model.module.weight.sum().item()!r}")
 """
 # Imports of torch by four processes of their own, where the machine is busy.
-START_S = 90.0
+START_S = 3 * LIMIT_S
 
 
 def test_a_run_with_servers(tmp_path: Path) -> None:
@@ -59,17 +58,15 @@ def test_an_error_of_a_rank_ends_the_others_where_they_serve(tmp_path: Path) -> 
             "    if step == 3 and world.rank == 1:\n        raise ValueError('mine')\n    if step == 3:",
         ),
     )
-    begin_s = time.monotonic()
     done = guozhuang("run", "-np", 3, "--hang-timeout", "off", script, 0, 8, folder=tmp_path, timeout_s=START_S)
     assert done.returncode == 1 and "ValueError: mine" in done.stderr, done
     assert "rank 1 (process" in done.stderr and "this rank was waiting for the sum of step 4" in done.stderr, done
-    assert time.monotonic() - begin_s < START_S
 
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Launched]:
     script = write(tmp_path, SCRIPT)
-    with Launched("run", "-np", 2, "--servers", 2, script, 2, 100_000, folder=tmp_path) as launched:
+    with Launched("run", "-np", 2, "--servers", 2, script, 2, 1_000_000_000, folder=tmp_path) as launched:
         launched.until(lambda: launched.printed.count("under way") == 2)
         yield launched
 
@@ -91,7 +88,7 @@ def test_a_server_that_is_killed_is_named_and_ends_the_run(running: Launched) ->
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_ends_the_servers(running: Launched) -> None:
-    process_of(running, "train.py 2 100000").kill()
+    process_of(running, "train.py 2 1000000000").kill()
     done = running.wait()
     assert done.returncode == 128 + 9
     assert "signal 9 (SIGKILL)" in done.stderr and "server 0: parameter server: rank" in done.stderr, done.stderr
@@ -142,7 +139,7 @@ def test_each_of_two_nodes_starts_its_own_servers(tmp_path: Path, secret: str) -
 @pytest.mark.slow
 def test_a_server_that_is_killed_ends_both_nodes(tmp_path: Path) -> None:
     script = write(tmp_path, SCRIPT)
-    with two_nodes(tmp_path, [("-np", 1, "--servers", 1)] * 2, script, 2, 100_000) as nodes:
+    with two_nodes(tmp_path, [("-np", 1, "--servers", 1)] * 2, script, 2, 1_000_000_000) as nodes:
         for node in nodes:
             node.until(lambda node=node: "under way" in node.printed)
         victim = process_of(nodes[1], "--number 1")
