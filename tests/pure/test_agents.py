@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,18 +11,19 @@ import torch.distributed as dist
 from guozhuang.launch.rendezvous import agents as module
 from guozhuang.launch.rendezvous.agents import OtherAgents, OtherNodeError
 from guozhuang.net.client import PatientStore
-from tests.waiting import until
+from tests.waiting import LIMIT_S, NEVER_S, until
 
 Make = Callable[..., list[OtherAgents]]
 
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr(module, "_BEAT_S", 0.05)
+    # An agent that judges counts at most two beats of silence between two looks: where all are slow, nobody is silent.
+    monkeypatch.setattr(module, "_BEAT_S", 0.02)
     made: list[OtherAgents] = []
     stores: list[PatientStore] = []
 
-    def agents(number: int, silence_s: float = 10.0, tell_s: float = 0.3) -> list[OtherAgents]:
+    def agents(number: int, silence_s: float = NEVER_S, tell_s: float = 0.3) -> list[OtherAgents]:
         monkeypatch.setattr(module, "_REPORT_S", tell_s)
         shared = dist.HashStore()
         for node in range(number):
@@ -42,7 +42,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 def fall_silent(agent: OtherAgents) -> None:
     agent._end.set()
     if agent._thread is not None:
-        agent._thread.join(5)
+        agent._thread.join(LIMIT_S)
+        assert not agent._thread.is_alive()
 
 
 def hears(agent: OtherAgents) -> OtherNodeError:
@@ -53,7 +54,7 @@ def hears(agent: OtherAgents) -> OtherNodeError:
             return error
         return None
 
-    found = until(look, 20)
+    found = until(look)
     assert found is not None
     return found
 
@@ -68,20 +69,24 @@ def test_one_that_is_silent_is_named_on_all_others(make: Make, gone: int) -> Non
 
 
 def test_the_cause_is_who_did_not_react(make: Make) -> None:
-    agents = make(3, tell_s=10.0)
+    agents = make(3, tell_s=NEVER_S)
     found: list[OtherNodeError | None] = []
-    reacting = threading.Thread(target=lambda: found.append(agents[0].give_up("lost a peer", 1, True)))
+    reacting = threading.Thread(target=lambda: found.append(agents[0].give_up("lost a peer", 1, True)), daemon=True)
     reacting.start()
-    time.sleep(0.1)
-    agents[1].look()  # only a reaction yet: its own ranks may be the cause
+
+    def has_read() -> bool:
+        agents[1].look()  # only a reaction yet: its own ranks may be the cause
+        return 0 in agents[1]._given_up
+
+    until(has_read)
     assert agents[2].give_up("boom", 7, False) is None
-    reacting.join(5)
+    reacting.join(LIMIT_S)
     assert found[0] is not None and (str(found[0]), found[0].code) == ("node 2: boom", 7)
     assert str(hears(agents[1])) == "node 2: boom"
 
 
 def test_the_cause_of_a_reaction_may_be_a_node_that_is_silent(make: Make) -> None:
-    agents = make(3, silence_s=1.0)
+    agents = make(3, silence_s=1.0, tell_s=NEVER_S)
     fall_silent(agents[2])
     cause = agents[0].give_up("lost a peer", 1, True)
     assert cause is not None and "node 2 (host" in str(cause)
@@ -99,7 +104,7 @@ def test_where_all_only_reacted_all_say_the_same(make: Make) -> None:
         thread.start()
     assert str(hears(agents[0])) == "node 1: lost a peer"
     for thread in threads:
-        thread.join(5)
+        thread.join(LIMIT_S)
     assert found[1] is None and str(found[2]) == "node 1: lost a peer"
 
 
@@ -108,7 +113,8 @@ def test_all_are_done_when_the_last_one_is(make: Make) -> None:
     assert not agents[0].are_done("1") and not agents[0].are_done("1")
     assert agents[1].are_done("1") and agents[0].are_done("1")
     agents[1].close()
-    time.sleep(0.8)  # silent now, and rightly
+    closed_s = agents[0]._clock()
+    until(lambda: agents[0]._clock() > closed_s + 2 * 0.6)  # silent now, and rightly
     agents[0].look()
 
 

@@ -7,20 +7,24 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
+from types import SimpleNamespace
 
 import pytest
 
 from guozhuang.errors import UsageError
+from guozhuang.groups import attending
 from guozhuang.groups.attending import Attendant, SpinLimit
-from tests.waiting import until
+from tests.waiting import LIMIT_S, NEVER_S, until
 
 
 class NoMessages:
     """Messages in memory, of which there are none."""
 
     def spin(self, limit_s: float, /) -> bool:
-        time.sleep(limit_s)
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            time.sleep(limit_s)
         return False
 
     def arm(self) -> bool:
@@ -38,6 +42,21 @@ class Reads:
         self.attendant.register(self.out, select.POLLIN)
         self.thread = threading.Thread(target=self.attendant.serve, name="own", daemon=True)
         self.thread.start()
+        until(
+            lambda: self.attendant._sleep_s > 0.0
+        )  # the first call is over: the next one comes with what the pipe has
+
+    def once_attended(self, do: Callable[..., object], *arguments: object) -> threading.Thread:
+        """Call something in another thread as soon as this one waits and attends."""
+        me = threading.get_ident()
+
+        def wait_and_do() -> None:
+            until(lambda: self.attendant._attending == me)
+            do(*arguments)
+
+        thread = threading.Thread(target=wait_and_do)
+        thread.start()
+        return thread
 
     def process(self, ready: Set[int] | None) -> float:
         if ready and self.out in ready:
@@ -49,7 +68,7 @@ class Reads:
     def close(self) -> None:
         self.has_ended = True
         self.attendant.wake()
-        self.thread.join(10.0)
+        self.thread.join(LIMIT_S)
         assert not self.thread.is_alive()
         self.attendant.close()
         os.close(self.out)
@@ -65,68 +84,75 @@ def reads() -> Iterator[Reads]:
 
 def test_the_own_thread_reads_while_nobody_waits(reads: Reads) -> None:
     os.write(reads.into, b"a")
-    until(lambda: reads.read == [("own", b"a")], 10.0)
+    until(lambda: reads.read == [("own", b"a")])
 
 
 def test_who_waits_reads_and_the_own_thread_takes_over_again(reads: Reads) -> None:
-    timer = threading.Timer(0.05, os.write, (reads.into, b"a"))
-    timer.start()
-    reads.attendant.attend(lambda: len(reads.read) == 1, 10.0)
-    timer.join()
+    writer = reads.once_attended(os.write, reads.into, b"a")
+    reads.attendant.attend(lambda: len(reads.read) == 1, NEVER_S)
+    writer.join()
     assert reads.read == [("MainThread", b"a")]
     os.write(reads.into, b"b")
-    until(lambda: len(reads.read) == 2, 10.0)
+    until(lambda: len(reads.read) == 2)
     assert reads.read[1] == ("own", b"b")
 
 
-def test_a_wait_ends_by_its_limit_and_where_another_waits(reads: Reads) -> None:
-    begin = time.monotonic()
-    reads.attendant.attend(lambda: False, 0.05)
-    assert 0.05 <= time.monotonic() - begin < 5.0
-    other = threading.Thread(target=reads.attendant.attend, args=(lambda: bool(reads.read), 10.0), name="other")
+def test_a_wait_ends_by_its_limit(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+
+    def is_done() -> bool:
+        now_s[0] += 0.01
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(attending, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+        reads.attendant.attend(is_done, 0.035)
+    assert now_s[0] == pytest.approx(0.05), "the limit had passed when it asked for the last time but one"
+
+
+def test_a_wait_ends_at_once_where_another_waits(reads: Reads) -> None:
+    other = threading.Thread(target=reads.attendant.attend, args=(lambda: bool(reads.read), NEVER_S), name="other")
     other.start()
-    until(lambda: reads.attendant._attending, 10.0)
-    reads.attendant.attend(lambda: False, 10.0)  # returns at once
+    until(lambda: reads.attendant._attending)
+    reads.attendant.attend(lambda: False, NEVER_S)  # returns at once
     os.write(reads.into, b"a")
-    other.join(10.0)
+    other.join(LIMIT_S)
     assert reads.read == [("other", b"a")]
 
 
 def test_an_interrupt_in_a_wait_leaves_the_lock_free(reads: Reads) -> None:
     reads.fails = True
-    timer = threading.Timer(0.05, os.write, (reads.into, b"a"))
-    timer.start()
+    writer = reads.once_attended(os.write, reads.into, b"a")
     with pytest.raises(KeyboardInterrupt):
-        reads.attendant.attend(lambda: False, 10.0)
-    timer.join()
+        reads.attendant.attend(lambda: False, NEVER_S)
+    writer.join()
     reads.fails = False
     os.write(reads.into, b"b")
-    until(lambda: reads.read[1:] == [("own", b"b")], 10.0)
+    until(lambda: reads.read[1:] == [("own", b"b")])
 
 
 def test_a_wait_inside_of_a_callback_is_refused(reads: Reads) -> None:
-    seen: list[float] = []
+    refused: list[bool] = []
 
     def process(ready: Set[int] | None) -> float:
-        begin = time.monotonic()
         with pytest.raises(UsageError, match="wait for it in another place"):
-            attendant.attend(lambda: False, 10.0)
-        seen.append(time.monotonic() - begin)
+            attendant.attend(lambda: False, NEVER_S)
+        refused.append(True)
         return 3600.0
 
     attendant = Attendant(process, lambda: False, 0.0, NoMessages())
     attendant.attend_now()
     attendant.close()
-    assert len(seen) == 1 and seen[0] < 5.0
+    assert refused == [True]
 
 
 def test_what_is_called_at_once_has_the_lock_and_neither_waits_for_it_nor_keeps_it(reads: Reads) -> None:
     attendant = reads.attendant
 
     def within(argument: int) -> tuple[int, bool, object]:
-        attendant.attend(lambda: True, 10.0)
+        attendant.attend(lambda: True, NEVER_S)
         with pytest.raises(UsageError, match="waited for inside of another one"):  # nobody else could end it
-            attendant.attend(lambda: False, 10.0)
+            attendant.attend(lambda: False, NEVER_S)
         return argument, attendant.lock.locked(), attendant.at_once(within, 2)
 
     assert attendant.at_once(within, 1) == (1, True, None)
@@ -149,20 +175,19 @@ def test_looks_in_vain_become_rare_and_one_that_finds_something_brings_them_back
 def test_the_handler_of_a_signal_can_wait_inside_of_a_wait(reads: Reads) -> None:
     def handle(number: int, frame: object) -> None:
         os.write(reads.into, b"a")
-        reads.attendant.attend(lambda: len(reads.read) == 1, 10.0)
+        reads.attendant.attend(lambda: len(reads.read) == 1, NEVER_S)
         os.write(reads.into, b"b")
 
     before = signal.signal(signal.SIGUSR1, handle)
-    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
-    timer.start()
+    killer = reads.once_attended(os.kill, os.getpid(), signal.SIGUSR1)
     try:
-        reads.attendant.attend(lambda: len(reads.read) == 2, 10.0)
+        reads.attendant.attend(lambda: len(reads.read) == 2, NEVER_S)
     finally:
-        timer.join()
+        killer.join()
         signal.signal(signal.SIGUSR1, before)
     assert reads.read == [("MainThread", b"a"), ("MainThread", b"b")]
     os.write(reads.into, b"c")
-    until(lambda: reads.read[2:] == [("own", b"c")], 10.0)
+    until(lambda: reads.read[2:] == [("own", b"c")])
 
 
 def test_a_wake_that_a_short_wait_reads_still_reaches_the_own_thread() -> None:
@@ -180,15 +205,15 @@ def test_a_wake_that_a_short_wait_reads_still_reaches_the_own_thread() -> None:
     thread = threading.Thread(target=attendant.serve, name="own", daemon=True)
     thread.start()
     try:
-        until(lambda: attendant._sleeps_long, 10.0)
+        until(lambda: attendant._sleeps_long)
         slept[0] = 0.01
         with attendant.lock:  # so that the wake is read by this thread, as if the own one were slower
             attendant._sleep_s = 0.01
         turns.clear()
-        attendant.attend(lambda: bool(turns), 10.0)
-        until(lambda: turns.count("own") >= 2, 10.0)
+        attendant.attend(lambda: bool(turns), NEVER_S)
+        until(lambda: turns.count("own") >= 2)
     finally:
         ended.append(True)
         attendant.wake()
-        thread.join(10.0)
+        thread.join(LIMIT_S)
         attendant.close()
