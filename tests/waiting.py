@@ -47,6 +47,3 @@ def remaining(find: Callable[[], Collection[Answer]], limit_s: float = LIMIT_S) 
     while (found := find()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return found
-
-
-AT_ONCE_S = 8.0

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 COMMANDS = ("ip", "tc", "unshare")
 _BURST, _QUEUE = "128kb", "50ms"
@@ -241,6 +241,6 @@ def _ip_batch(*lines: str, inside: str = "") -> None:
 
 
 def _run(*command: str, given: str | None = None) -> str:
-    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout

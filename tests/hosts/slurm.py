@@ -26,7 +26,7 @@ import psutil
 
 from tests.hosts.names import names
 from tests.hosts.network import Hosts
-from tests.waiting import remaining, until
+from tests.waiting import LIMIT_S, remaining, until
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo")
 _START_S, _END_S = 30.0, 10.0
@@ -134,7 +134,7 @@ class Cluster:
         path = Path(tempfile.mkstemp(suffix=".sh", dir=self.folder)[1])
         # Not `sbatch --wait`, which looks for the end every half minute only.
         path.write_text(f"#!/bin/bash\ntrap 'echo $? >{path}.end.new; mv {path}.end.new {path}.end' EXIT\n{script}\n")
-        done = self.run(["sbatch", f"--output={path}.out", *options, str(path)], timeout_s=20)
+        done = self.run(["sbatch", f"--output={path}.out", *options, str(path)], timeout_s=LIMIT_S)
         end = Path(f"{path}.end")
         remaining(lambda: [] if done.returncode != 0 or end.exists() else [end], timeout_s)
         printed = Path(f"{path}.out").read_text() if Path(f"{path}.out").exists() else ""
@@ -210,7 +210,7 @@ class Cluster:
         self._daemons.append(self.start(quiet, on=node))
 
     def _is_up(self) -> bool:
-        done = self.run(["sinfo", "--noheader", "--states=idle", "--format=%D"], timeout_s=20)
+        done = self.run(["sinfo", "--noheader", "--states=idle", "--format=%D"], timeout_s=LIMIT_S)
         return done.stdout.strip() == str(self._num)
 
     def _wait_for(self, is_so: Callable[[], bool], otherwise: str) -> None:
@@ -222,7 +222,7 @@ class Cluster:
     def _down(self) -> None:
         if (self.folder / "slurm.conf").exists() and len(self._daemons) > 1:
             with contextlib.suppress(AssertionError):
-                self.run(["scancel", "--quiet", "--user=root", "--signal=KILL", "--full"], timeout_s=5)
+                self.run(["scancel", "--quiet", "--user=root", "--signal=KILL", "--full"], timeout_s=LIMIT_S)
         for daemon in reversed(self._daemons):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(daemon.pid, signal.SIGTERM)
@@ -232,7 +232,7 @@ class Cluster:
                 daemon.wait(max(deadline - time.monotonic(), 0.1))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(daemon.pid, signal.SIGKILL)
-            daemon.wait(5)
+            daemon.wait(LIMIT_S)
             if daemon.stdout is not None and self._hosts is None:  # else the hosts close it
                 daemon.stdout.close()
         for process in self._steps():

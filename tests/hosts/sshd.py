@@ -24,7 +24,7 @@ import psutil
 
 from tests.hosts.network import Hosts
 from tests.launching import environment
-from tests.waiting import remaining, until
+from tests.waiting import LIMIT_S, remaining, until
 
 SERVER = shutil.which("sshd") or "/usr/sbin/sshd"
 _START_S = 10.0
@@ -62,7 +62,7 @@ class Sshd:
         os.makedirs("/run/sshd", exist_ok=True)
         for name in ("host", "id", "stranger"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self._folder / name)]
-            subprocess.run(command, check=True, timeout=20)
+            subprocess.run(command, check=True, timeout=LIMIT_S)
         (self._folder / "authorized").write_text("restrict " + (self._folder / "id.pub").read_text())
         (self._folder / "server").write_text(
             f"HostKey {self._folder}/host\nAuthorizedKeysFile {self._folder}/authorized\nPasswordAuthentication no\n"
@@ -83,7 +83,7 @@ class Sshd:
         if self._server is not None:
             family = psutil.Process(self._server.pid).children(recursive=True)
             self._server.terminate()
-            self._server.wait(10)
+            self._server.wait(LIMIT_S)
             for process in family:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
@@ -97,7 +97,7 @@ class Sshd:
         command = [*quiet, *self._command(), "-o", f"ListenAddress={address}:22"]
         self._hosts.start(host, command, {"PATH": os.environ["PATH"]})
         asking = ["bash", "-c", f"exec 3<>/dev/tcp/{address}/22"]
-        until(lambda: self._hosts.start(host, asking, {"PATH": os.environ["PATH"]}).wait(5) == 0, _START_S)
+        until(lambda: self._hosts.start(host, asking, {"PATH": os.environ["PATH"]}).wait(LIMIT_S) == 0, _START_S)
 
     def _command(self) -> list[str]:
         return [SERVER, "-D", "-f", str(self._folder / "server"), "-E", str(self._folder / "log")]

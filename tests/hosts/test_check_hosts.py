@@ -15,6 +15,7 @@ from tests.hosts import slurm, sshd
 from tests.hosts.network import Hosts, missing, run_everywhere
 from tests.hosts.sshd import Sshd
 from tests.launching import environment
+from tests.waiting import LIMIT_S
 
 pytestmark = [
     pytest.mark.waits,
@@ -46,7 +47,7 @@ def reshape(hosts: Hosts, host: int, rate: str) -> None:
     for namespace, device in ((hosts._name(host), "eth0"), (hosts._switch, f"p{host}")):
         shape = ("tbf", "rate", rate, "burst", "128kb", "latency", "50ms")
         command = ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape]
-        subprocess.run(command, check=True, timeout=20)
+        subprocess.run(command, check=True, timeout=LIMIT_S)
 
 
 @pytest.mark.slow

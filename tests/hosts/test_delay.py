@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.hosts.network import Hosts, missing
+from tests.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing(delay=True)), reason=missing(delay=True) or "-")]
 
@@ -41,5 +42,5 @@ def test_a_packet_is_under_way_as_long_as_asked(delay_ms: float, low: float, hig
         answers = hosts.start(1, [sys.executable, "-c", _ANSWER], os.environ)
         assert answers.stdout is not None and answers.stdout.readline() == "up\n"
         asks = hosts.start(0, [sys.executable, "-c", _ASK, hosts.address(1)], os.environ)
-        median_ms = float(asks.communicate(timeout=20)[0])
+        median_ms = float(asks.communicate(timeout=LIMIT_S)[0])
     assert low <= median_ms < high

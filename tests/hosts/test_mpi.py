@@ -17,6 +17,7 @@ from tests.hosts.names import names
 from tests.hosts.network import Hosts
 from tests.hosts.slurm import finish
 from tests.launching import environment
+from tests.waiting import LIMIT_S
 
 CORES = machine.usable_cores()
 MEMBER = [sys.executable, "-m", "tests.hosts.member"]
@@ -26,7 +27,7 @@ def open_mpi_5() -> str | None:
     """The mpirun of Open MPI 5: on the path, or where pip puts it."""
     for found in (shutil.which("mpirun"), shutil.which("mpirun", path=str(Path(sys.executable).parent))):
         if found is not None:
-            version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20).stdout
+            version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=LIMIT_S).stdout
             if "Open MPI) 5" in version:
                 return found
     return None

@@ -19,6 +19,7 @@ from tests.hosts.network import Hosts, Running
 from tests.hosts.sshd import Sshd, missing, none_left, processes_with
 from tests.hosts.test_ssh import ours
 from tests.launching import environment
+from tests.waiting import LIMIT_S
 
 _LACKS = network.missing() or missing()
 pytestmark = [
@@ -29,7 +30,6 @@ pytestmark = [
     pytest.mark.skipif(bool(_LACKS), reason=_LACKS or "it can"),
 ]
 
-LIMIT_S = 150.0  # many processes import torch, and the machine may be busy
 SERVER = "guozhuang.exchange.parameter_server.server"
 
 # The same model by ddp's all-reduce and by servers; each rank counts what leaves its host from the second step on.
@@ -131,7 +131,7 @@ def test_a_server_that_is_killed_is_named_with_its_host(running: tuple[Hosts, Ru
     _, launcher = running
     victim = server_process(1, folder)
     victim.kill()
-    code, out = launcher.wait(40)
+    code, out = launcher.wait(LIMIT_S)
     assert code == 1, out
     said = [line for line in ours(out) if not line.startswith("server ")]
     named = (

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import guozhuang as gz  # registers "shm"
 from guozhuang.errors import PeerLost, WorldError
+from tests.waiting import LIMIT_S
 
 BUCKET_BYTES = 24 << 20
 _COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -28,7 +29,7 @@ def values(rank: int, num_elements: int) -> torch.Tensor:
 
 def link_bytes(backend: str) -> dict[str, Any]:
     """All collectives give the right values; what the host puts on the link for one all_reduce of a bucket."""
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=30))
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=LIMIT_S))
     rank, size = dist.get_rank(), dist.get_world_size()
     for num_elements in (1, 1000, 300_001):
         tensor = values(rank, num_elements)
@@ -95,7 +96,7 @@ def lose(victim: str, how: str, timeout_s: str) -> dict[str, Any]:
 
 def default() -> dict[str, Any]:
     """What gz.init makes of several hosts."""
-    world = gz.init(timeout_s=30)
+    world = gz.init(timeout_s=LIMIT_S)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     found = {"num_nodes": world.num_nodes, "backend": str(dist.get_backend()), "sum": tensor.item()}

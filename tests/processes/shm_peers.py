@@ -9,7 +9,6 @@ import gc
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ from guozhuang.groups.shared_memory.point_to_point import PointToPoint
 from guozhuang.groups.shared_memory.rendezvous import Peers, connect, meet
 from guozhuang.groups.shared_memory.segments import Segment
 from tests.ranks import run_ranks
+from tests.waiting import NEVER_S, until
 
-TIMEOUT_S = 20.0
 NOBODY = (1 << 22) + 1  # more than any pid
 
 
@@ -59,20 +58,17 @@ def barrier(size: int) -> None:
     """All ranks arrive before any goes on."""
     store = a_store()
     goal = -(-store.add("arrivals", 1) // size) * size
-    deadline = time.monotonic() + 40
-    while store.add("arrivals", 0) < goal:
-        assert time.monotonic() < deadline, "a rank of the test did not come"
-        time.sleep(0.002)
+    until(lambda: store.add("arrivals", 0) >= goal, told=lambda: "a rank of the test did not come")
 
 
-def met(rank: int, size: int, timeout_s: float = TIMEOUT_S) -> Peers:
+def met(rank: int, size: int, timeout_s: float = NEVER_S) -> Peers:
     listener, cards = meet(a_store(), rank, size, timeout_s)
     return connect(rank, cards, listener, timeout_s, Segment.create(MAIN_BYTES, "guozhuang-main"))
 
 
 @contextlib.contextmanager
 def group(
-    rank: int, size: int, timeout_s: float = TIMEOUT_S, crowded: bool = True
+    rank: int, size: int, timeout_s: float = NEVER_S, crowded: bool = True
 ) -> Iterator[tuple[Peers, Arena, PointToPoint]]:
     """All that this rank has of a group; afterwards nothing is left of it."""
     before = held()

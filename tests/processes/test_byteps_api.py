@@ -21,7 +21,7 @@ from guozhuang.compat.horovod.common.exceptions import HorovodInternalError
 from guozhuang.errors import UsageError
 from tests.processes.horovod_cases import GLOO, USUAL, as_tests
 from tests.ranks import run_ranks
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 def case_who_am_i(rank: int, size: int) -> None:
@@ -42,7 +42,7 @@ def case_push_pull_in_every_form(rank: int, size: int) -> None:
     place = given.data_ptr()
     handle = bps.byteps_push_pull(given, name="a")
     assert isinstance(handle, int)
-    until(lambda: bps.poll(handle), 20)
+    until(lambda: bps.poll(handle), LIMIT_S)
     assert bps.synchronize(handle) is given and given.data_ptr() == place and given[0] == mean
     assert bps.synchronize(handle) is None
     with pytest.raises(ValueError, match="handle"):

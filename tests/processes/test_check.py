@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity
 from tests.launching import Launched, guozhuang, python, write
 from tests.ranks import RankError, run_ranks
-from tests.waiting import AT_ONCE_S, until
+from tests.waiting import LIMIT_S, NEVER_S, until
 
 COMMAND = "import sys; from guozhuang.check import main; sys.exit(main(sys.argv[1:]))"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -56,22 +55,18 @@ def part(number: int, size: int, timeout_s: float, trouble: str, over: str) -> s
     return found[0] if found else ""
 
 
-def checked(
-    num_ranks: int, timeout_s: float = 20.0, trouble: str = "", **env: str
-) -> tuple[CheckResults, set[str], float]:
-    """(the result of rank 0, the kinds of what was found, how long it took)."""
-    start = time.monotonic()
+def checked(num_ranks: int, timeout_s: float = LIMIT_S, trouble: str = "", **env: str) -> tuple[CheckResults, set[str]]:
+    """(the result of rank 0, the kinds of what was found)."""
     with tempfile.TemporaryDirectory() as folder:
         more = (timeout_s, trouble, f"{folder}/over")
         answers = run_ranks(part, num_ranks, *more, init=False, env=env, collect_errors=bool(trouble))
-    took_s = time.monotonic() - start
     assert not isinstance(answers[0], RankError), answers[0].text
     results = from_json(answers[0])
-    return results, {each.kind for each in judge(results) if each.level == "fail"}, took_s
+    return results, {each.kind for each in judge(results) if each.level == "fail"}
 
 
 def test_ranks_of_a_launcher_measure_everything() -> None:
-    results, kinds, _ = checked(3)
+    results, kinds = checked(3)
     assert kinds == set()
     assert [each.rank for each in results.facts] == [0, 1, 2]
     assert not results.absences
@@ -95,35 +90,32 @@ def test_ranks_of_a_launcher_measure_everything() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_and_the_others_are_measured() -> None:
-    results, kinds, took_s = checked(2, 2.0, WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
+    results, kinds = checked(2, 2.0, WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
     assert kinds == {"missing-rank"}
     assert [(each.rank, each.what) for each in results.absences] == [(2, "did not come")]
     assert [(each.a, each.b, each.failure) for each in results.links] == [(0, 1, "")]
     assert any("missing 2" in note for note in results.notes)
-    assert took_s < 15
 
 
 def test_a_rank_that_is_killed_in_the_middle_is_named_and_the_others_are_measured() -> None:
-    results, kinds, took_s = checked(3, 20.0, "killed while links")
+    results, kinds = checked(3, 20.0, "killed while links")
     assert kinds == {"lost-rank"}
     assert [(each.rank, each.what, each.when) for each in results.absences] == [(1, "stopped", "links were measured")]
     good = [(each.a, each.b) for each in results.links if not each.failure]
     assert good == [(0, 2)]
-    assert took_s < 15
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_stuck_is_named() -> None:
-    results, kinds, took_s = checked(3, 4.0, "stuck while links")
+    results, kinds = checked(3, 4.0, "stuck while links")
     assert kinds == {"lost-rank"}
     assert [(each.rank, each.what) for each in results.absences] == [(1, "does not answer")]
     assert [(each.a, each.b) for each in results.links if not each.failure] == [(0, 2)]
-    assert took_s < 25
 
 
 @pytest.mark.parametrize("what", ["killed", "stuck"])
 def test_a_rank_that_stops_in_all_reduce_is_named(what: str) -> None:
-    results, kinds, _ = checked(2, 4.0, f"{what} while all_reduce")
+    results, kinds = checked(2, 4.0, f"{what} while all_reduce")
     assert kinds == {"lost-rank"}
     assert [each.rank for each in results.absences] == [1]
     assert results.absences[0].when == "all_reduce was measured"
@@ -147,21 +139,20 @@ def test_two_processes_with_one_rank_are_told() -> None:
     assert "two processes say that they are rank 1 of 2" in sorted(answers[1:])[1]
 
 
-def apart(number: int, size: int) -> tuple[int, str, float]:
-    said, start = io.StringIO(), time.monotonic()
+def apart(number: int, size: int) -> tuple[int, str]:
+    said = io.StringIO()
     with contextlib.redirect_stderr(said):
         code = worker.take_part(1.5, lambda results: 0)
-    return code, said.getvalue(), time.monotonic() - start
+    return code, said.getvalue()
 
 
 @pytest.mark.slow
 def test_a_rank_that_reaches_nobody_says_so_itself() -> None:
-    ((code, said, took_s),) = run_ranks(
+    ((code, said),) = run_ranks(
         apart, 1, init=False, env={"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     )
     assert code == 1
     assert said.startswith("guozhuang check: [rank 1] could not reach rank 0's store at 127.0.0.1:")
-    assert took_s < 10
 
 
 def test_by_itself_it_starts_ranks_and_prints_tables(tmp_path: Path) -> None:
@@ -207,19 +198,18 @@ def test_a_rank_killed_under_torchrun_is_told_before_the_launcher_ends_the_other
 def stopped_store(number: int, size: int) -> str:
     """Rank 0 keeps the store and is stopped; rank 1 asks."""
     steps._ANSWER_S = 0.5
-    store, meeting = session.meet(discover(), 10.0)
+    store, meeting = session.meet(discover(), LIMIT_S)
     mine = steps.store_of(meeting, store, discover())
     if number == 0:
         steps.write(mine, "pid", os.getpid())
-        steps.read(mine, "over", 40.0)
+        steps.read(mine, "over", LIMIT_S)
         return ""
-    keeper = steps.read(mine, "pid", 10.0)
+    keeper = steps.read(mine, "pid", LIMIT_S)
     os.kill(keeper, signal.SIGSTOP)
-    start = time.monotonic()
     try:
-        steps.read(mine, "never", 20.0)
+        steps.read(mine, "never", NEVER_S)
     except WorldError as error:
-        return f"{time.monotonic() - start < AT_ONCE_S} {bool(mine.lost)} {error}"
+        return f"{bool(mine.lost)} {error}"
     finally:
         os.kill(keeper, signal.SIGCONT)
         mine.inner.set("over", "true")
@@ -228,7 +218,7 @@ def stopped_store(number: int, size: int) -> str:
 
 def test_a_store_whose_process_is_stopped_holds_nobody_up() -> None:
     answers = run_ranks(stopped_store, 2, init=False)
-    assert answers[1].startswith("True True [rank 1] the store of the world (at 127.0.0.1) has not answered for 0")
+    assert answers[1].startswith("True [rank 1] the store of the world (at 127.0.0.1) has not answered for 0")
 
 
 def end_twice() -> list[str]:
@@ -289,8 +279,8 @@ def test_ending_the_check_ends_its_ranks(how: signal.Signals, tmp_path: Path) ->
     with Launched("check", "-np", 2, folder=tmp_path) as launched:
         launched.until(lambda: len(launched.processes()) > 1)
         launched.send(how)
-        assert launched.wait(40).returncode != 0
-        assert not launched.left(10)
+        assert launched.wait(LIMIT_S).returncode != 0
+        assert not launched.left(LIMIT_S)
 
 
 @pytest.mark.parametrize(

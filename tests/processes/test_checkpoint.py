@@ -20,6 +20,7 @@ from guozhuang.data import Loader
 from guozhuang.errors import MismatchError
 from guozhuang.registry import registry
 from tests.ranks import run_ranks
+from tests.waiting import LIMIT_S
 
 NUM_EPOCHS, SAVED_AT = 3, 4
 EXACT = ("ddp", "sharded")
@@ -159,7 +160,7 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 def goes_on(rank: int, world_size: int, strategies: tuple[str, ...], folder: str) -> list[str]:
     """Train with a checkpoint on the way; then begin anew from the checkpoint. Return what differs at the end."""
-    gz.init(timeout_s=30)
+    gz.init(timeout_s=LIMIT_S)
     wrong = []
     for strategy in strategies:
         first = Run(strategy, rank)
@@ -177,7 +178,7 @@ def goes_on(rank: int, world_size: int, strategies: tuple[str, ...], folder: str
 
 def arrives(rank: int, world_size: int, pairs: list[tuple[str, str]], folder: str) -> list[str]:
     """Restore each checkpoint under another strategy and number of ranks; return what is not as in its files."""
-    gz.init(timeout_s=30)
+    gz.init(timeout_s=LIMIT_S)
     wrong = []
     for saved, strategy in pairs:
         run = Run(strategy, rank)
@@ -230,7 +231,7 @@ def test_every_other_strategy_goes_on_too(tmp_path) -> None:
 
 
 def diverges(rank: int, world_size: int, folder: str) -> None:
-    gz.init(timeout_s=30)
+    gz.init(timeout_s=LIMIT_S)
     for planted in ("weight", "momentum", "rate"):
         run = Run("ddp", rank)
         run.train(until=2)
@@ -262,7 +263,7 @@ def through_dcp(rank: int, world_size: int, strategies: tuple[str, ...], folder:
     """Like ``goes_on``, by PyTorch's own checkpoints."""
     import torch.distributed.checkpoint as dcp
 
-    gz.init(timeout_s=30)
+    gz.init(timeout_s=LIMIT_S)
     wrong = []
     for strategy in strategies:
         path = f"{folder}/{strategy}"
@@ -290,7 +291,7 @@ def forgets(rank: int, world_size: int, strategy: str, folder: str) -> dict[str,
     from guozhuang.checkpoint import state as of_state
     from guozhuang.checkpoint import trained as of_trained
 
-    gz.init(timeout_s=30)
+    gz.init(timeout_s=LIMIT_S)
     first = Run(strategy, rank)
     first.train(folder=folder)
     expected = first.everything()

@@ -17,6 +17,7 @@ from guozhuang.checkpoint.folder import CheckpointFolder, verify
 from guozhuang.errors import UsageError
 from tests.launching import Launched, guozhuang, write
 from tests.ranks import free_port, run_ranks
+from tests.waiting import LIMIT_S
 
 SCRIPT = """
 import hashlib, os, random, time
@@ -114,7 +115,7 @@ def test_a_launcher_that_gets_sigterm_lets_all_ranks_save_and_the_same_command_g
             launched.until(lambda: "all ranks save a checkpoint after the same step" in launched.printed)
             for _ in range(num_signals - 1):
                 launched.send(signal.SIGTERM)
-            done = launched.wait(25)  # and not after the 30 s that ranks have
+            done = launched.wait(LIMIT_S)  # and not after the 30 s that ranks have
             assert not launched.left()
         assert done.returncode == 128 + signal.SIGTERM, done
         assert ("was asked to end, and" in done.stderr) == (num_signals == 1), done
@@ -153,7 +154,7 @@ def test_a_node_that_gets_sigterm_asks_the_ranks_of_all_nodes(tmp_path, is_kille
         if is_killed:
             ours = {process.pid for process in nodes[1].processes()} & {int(path.name) for path in began.iterdir()}
             os.kill(min(ours), signal.SIGKILL)
-        done = [node.wait(20) for node in nodes]
+        done = [node.wait(LIMIT_S) for node in nodes]
         assert not any(node.left() for node in nodes)
     assert [each.returncode for each in done] == [143, 143], done
     assert "node 1: its agent got SIGTERM" in done[0].stderr and "started anew" not in done[0].stderr, done

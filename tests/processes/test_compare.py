@@ -6,7 +6,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from guozhuang import compat
 from guozhuang.lab import compare, options
 from guozhuang.lab.results import Results, from_json
 from guozhuang.lab.verdict import how, judge
-from tests.waiting import remaining, until
+from tests.waiting import LIMIT_S, remaining, until
 
 TINY = "tests.processes.tiny_workload:make"
 
@@ -128,12 +127,10 @@ def test_a_rank_that_hangs_is_a_failed_row_with_everyones_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    began = time.monotonic()
     code, results = _compare(
         tmp_path, "--strategies", "none", "--steps", "3", "--option", "hang=4", "--timeout", "20", "--json"
     )
     assert code == 1
-    assert time.monotonic() - began < 60
     failure = results.rows[0].failure
     assert failure is not None
     log = Path(failure.log).read_text()
@@ -157,7 +154,7 @@ def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: signal
     try:
         _until_there_are_two(scratch, "none", process)
         process.send_signal(number)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
         process.wait()
@@ -190,7 +187,7 @@ def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
         process.kill()
         _, said = process.communicate()
     assert "single: " in said
-    assert not remaining(lambda: _processes_of(str(scratch)), 20), "ranks of a killed comparison are left"
+    assert not remaining(lambda: _processes_of(str(scratch)), LIMIT_S), "ranks of a killed comparison are left"
     assert {path.name for path in (out / "unfinished").iterdir()} == {
         "comparison.json", "run-round1-single.json", "weights-single.pt",
     }  # fmt: skip

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,7 @@ from guozhuang.world.machine import usable_cores
 from tests.hosts.network import missing
 from tests.launching import ROOT, Launched, environment, guozhuang, write
 from tests.ranks import RankError, run_ranks
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.waits
 
@@ -70,11 +69,9 @@ def test_a_stopped_worker_is_ended_with_the_others(tmp_path: Path) -> None:
     text = "#!/bin/sh\nif [ $RANK = 0 ]; then kill -STOP $$; fi\nsleep 0.3\nexit 3\n"
     script = write(tmp_path, text, "train.sh")
     script.chmod(0o755)
-    began = time.monotonic()
     done = guozhuang("run", "-np", 2, "--shutdown-timeout", 50, "--no-python", script, folder=tmp_path)
     assert done.returncode == 3, done
     assert "rank 0: signal 15 (SIGTERM), sent by guozhuang run" in done.stderr, done
-    assert time.monotonic() - began < 40
 
 
 LEAVES = """
@@ -152,7 +149,7 @@ def test_ctrl_c_while_torch_is_imported(tmp_path: Path) -> None:
     with subprocess.Popen(command, env=environ, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         _wait_for(tmp_path / "importing")
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, said) == (130, "guozhuang: interrupted\n")
 
 
@@ -222,10 +219,10 @@ def test_garbage_is_sent_to_every_open_port(tmp_path: Path) -> None:
         assert ports and all(ip in ("127.0.0.1", "::1") for ip, _ in ports), ports
         for address in sorted(ports):
             for data in GARBAGE:
-                line = open_.enter_context(socket.create_connection(address, timeout=5))
+                line = open_.enter_context(socket.create_connection(address, timeout=LIMIT_S))
                 with contextlib.suppress(OSError):
                     line.sendall(data)
-            open_.enter_context(socket.create_connection(address, timeout=5)).shutdown(socket.SHUT_RDWR)
+            open_.enter_context(socket.create_connection(address, timeout=LIMIT_S)).shutdown(socket.SHUT_RDWR)
         (tmp_path / "go").touch()
         done = launched.wait()
         assert done.returncode == 0, done
@@ -236,7 +233,7 @@ def test_garbage_is_sent_to_every_open_port(tmp_path: Path) -> None:
 def enters(rank: int, world_size: int) -> None:
     import guozhuang
 
-    guozhuang.init(timeout_s=20)
+    guozhuang.init(timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -248,11 +245,9 @@ def enters(rank: int, world_size: int) -> None:
     ids=lambda each: str(each),
 )
 def test_a_half_set_environment(env: dict[str, str | None], said: str) -> None:
-    began = time.monotonic()
     [error] = run_ranks(enters, 1, init=False, env={"WORLD_SIZE": "2"} | env, collect_errors=True)
     assert isinstance(error, RankError) and error.type_name == "UsageError" and error.exit_code == 1, error
     assert said in error.message and "Fix:" in error.message, error.message
-    assert time.monotonic() - began < 15, "it waited for others before it looked at its environment"
 
 
 def test_more_ranks_than_cores(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 import guozhuang as gz
 from tests.launching import ROOT, Launched, guozhuang
 from tests.ranks import run_ranks
+from tests.waiting import LIMIT_S
 
 GPT, PLAIN = ROOT / "examples" / "gpt.py", ROOT / "examples" / "gpt_plain.py"
 SMALL = ["--epochs", "2", "--batch-size", "16", "--context", "32", "--width", "16", "--depth", "2"]
@@ -113,7 +114,7 @@ def test_it_goes_on_bit_for_bit_after_kill_9(tmp_path: Path, text: str) -> None:
     with Launched(*run(cut, text), folder=tmp_path) as launched:
         launched.until(lambda: newest(cut) >= 6)
         launched.send(signal.SIGKILL)
-        assert not launched.left(20)
+        assert not launched.left(LIMIT_S)
     assert 6 <= newest(cut) < newest(whole), "it was killed in the middle"
     done = guozhuang(*run(cut, text), folder=tmp_path, timeout_s=100)
     assert done.returncode == 0 and "goes on from" in done.stderr, done

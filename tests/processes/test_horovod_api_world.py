@@ -20,6 +20,7 @@ from tests.processes.cases import names_of_cases
 from tests.processes.horovod_cases import check, run_cases
 from tests.processes.horovod_verbs import check_verbs
 from tests.ranks import RankError, run_ranks
+from tests.waiting import LIMIT_S
 
 ASKING = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 
@@ -95,7 +96,7 @@ def case_again_and_again(rank: int, size: int) -> None:
         waiting = threading.Thread(target=waits, args=(ended[-1:], told))
         waiting.start()
         hvd.shutdown()
-        waiting.join(20)
+        waiting.join(LIMIT_S)
         assert not waiting.is_alive() and len(told) == rank
         assert all("shut down" in text for text in told)
         assert not hvd.is_initialized() and not dist.is_initialized()
@@ -271,7 +272,7 @@ def one_hears(rank: int, normalized: torch.Tensor) -> str:
 
 
 def test_a_rank_that_is_lost(tmp_path: Path):
-    outcome = run_ranks(one_dies, 3, str(tmp_path / "store"), init=False, collect_errors=True, timeout_s=30.0)
+    outcome = run_ranks(one_dies, 3, str(tmp_path / "store"), init=False, collect_errors=True, timeout_s=LIMIT_S)
     assert isinstance(outcome[1], RankError) and outcome[1].exit_code == 7, outcome[1]
     for rank in (0, 2):
         assert isinstance(outcome[rank], str) and "rank 1" in outcome[rank], outcome[rank]

@@ -20,7 +20,7 @@ import torch
 from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings
 from tests.forking import fork_server
 from tests.launching import ROOT
-from tests.waiting import remaining, until
+from tests.waiting import LIMIT_S, remaining, until
 
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(150)]
 
@@ -134,8 +134,8 @@ def driver(folder: Path, wanted: ElasticSettings, file: str = "printed") -> Iter
     finally:
         if running.process.is_alive():
             running.process.kill()
-        running.process.join(10)
-        left = remaining(lambda: of_folder(folder), 10)
+        running.process.join(LIMIT_S)
+        left = remaining(lambda: of_folder(folder), LIMIT_S)
         assert not left, (left, running.printed)
 
 
@@ -313,8 +313,8 @@ def test_a_discovery_script_that_fails_and_a_driver_that_is_killed(tmp_path: Pat
         (tmp_path / "away").rename(tmp_path / "hosts")
         running.until(lambda: "the discovery script works again" in running.printed)
         running.process.kill()
-        running.process.join(10)
-        assert not remaining(lambda: of_folder(tmp_path), 10)
+        running.process.join(LIMIT_S)
+        assert not remaining(lambda: of_folder(tmp_path), LIMIT_S)
 
 
 def _drive(wanted: ElasticSettings, path: str) -> None:

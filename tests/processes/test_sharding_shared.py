@@ -40,6 +40,7 @@ from tests.processes.cases import (
     twin_of,
 )
 from tests.ranks import RankError, run_ranks
+from tests.waiting import LIMIT_S
 
 WORDS, WIDTH, TOKENS = 4000, 96, 7  # an embedding of 1.5 MB: large enough to be lent its gradient
 
@@ -255,7 +256,7 @@ def case_a_child_process_cannot_spoil_the_weights(rank: int, world_size: int) ->
     pair.train()
     child = mp.get_context("fork").Process(target=_halve, args=(pair.model,))
     child.start()
-    child.join(20)
+    child.join(LIMIT_S)
     assert child.exitcode == 0
     pair.check()
     pair.train(first=4)
@@ -609,7 +610,7 @@ def case_stretches_are_as_one(rank: int, world_size: int) -> None:
 
 
 NAMES = names_of_cases(globals())
-RESULTS = {n: results_of_cases(__name__, n, NAMES, backend="shm", group_timeout_s=20) for n in (2, 3)}
+RESULTS = {n: results_of_cases(__name__, n, NAMES, backend="shm", group_timeout_s=LIMIT_S) for n in (2, 3)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -638,7 +639,7 @@ def _step_until_killed(rank: int, world_size: int) -> Any:
 
 
 def test_a_dead_rank_is_named_in_the_step() -> None:
-    outcomes = run_ranks(_step_until_killed, 3, backend="shm", collect_errors=True, timeout_s=40)
+    outcomes = run_ranks(_step_until_killed, 3, backend="shm", collect_errors=True, timeout_s=LIMIT_S)
     assert isinstance(outcomes[1], RankError) and outcomes[1].exit_code == -signal.SIGKILL
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome, tuple), outcome

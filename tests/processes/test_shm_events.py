@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,9 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 from torch.masked import masked_tensor
 
+from tests.processes.shm_ranks import is_ahead
 from tests.ranks import run_ranks
+from tests.waiting import EXPIRES_S, until
 
 # What torch.profiler shows of it under the backend's name, and one call. Gloo shows a reduce_scatter as the all_reduce that it
 # makes of it, and is not asked for that.
@@ -37,7 +38,6 @@ CALLS: dict[str, Callable[[Any, int], object]] = {
         dist.send(torch.ones(9), 1, group=group) if dist.get_rank() == 0 else dist.recv(torch.ones(9), 0, group=group)
     ),
 }
-SLEEP_S = 0.2
 
 
 def events(rank: int, n: int) -> None:
@@ -56,16 +56,25 @@ def events(rank: int, n: int) -> None:
         ]
     assert found["shm"] == found["gloo"]
     assert len(found["shm"]) == len(CALLS) - (rank >= 2)
-    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(SLEEP_S)
+        store.wait(["something else was done"])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         work = dist.all_reduce(torch.ones(10), group=shm, async_op=True)
         assert work is not None
+        if rank == 0:
+            with torch.profiler.record_function("something else"):
+                torch.ones(10).sum()
+            store.set("something else was done", "")
         work.wait()
-    (event,) = [event for event in profile.events() or [] if event.name == "shm:all_reduce"]
     if rank == 0:
-        assert event.is_async and event.cpu_time_total > SLEEP_S / 2 * 1e6
+        event, other = (
+            next(event for event in profile.events() or [] if event.name == name)
+            for name in ("shm:all_reduce", "something else")
+        )
+        assert event.is_async
+        assert event.time_range.start <= other.time_range.start
+        assert event.time_range.end >= other.time_range.end, "rank 1 came only after that"
 
 
 def tensors(n: int) -> dict[str, Tensor]:
@@ -108,11 +117,13 @@ def monitored(rank: int, n: int) -> None:
     """A monitored barrier names the missing ranks in PyTorch's words, on rank 0 and on the others."""
     for wait_all_ranks in (False, True):
         group: Any = dist.new_group(backend="shm")
+        if rank == 0:
+            until(lambda group=group: is_ahead(group, 2))  # so that rank 1 alone is missing
         if rank != 1:
-            with pytest.raises(RuntimeError, match=r"timed out|gave up") as caught:
-                group.monitored_barrier(datetime.timedelta(seconds=0.3), wait_all_ranks=wait_all_ranks)
+            with pytest.raises(RuntimeError, match="timed out") as caught:
+                group.monitored_barrier(datetime.timedelta(seconds=EXPIRES_S), wait_all_ranks=wait_all_ranks)
             text = str(caught.value)
-            assert "Rank 1 failed to pass monitoredBarrier in 300 ms" in text or rank != 0
+            assert f"Rank 1 failed to pass monitoredBarrier in {EXPIRES_S * 1e3:g} ms" in text or rank != 0
             assert f"Rank {rank} successfully reached monitoredBarrier" in text or rank == 0
             assert "rank 1 (pid" in text
         dist.barrier()

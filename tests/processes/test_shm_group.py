@@ -19,6 +19,7 @@ from guozhuang.errors import UsageError
 from guozhuang.groups.shared_memory import SharedMemoryGroup
 from guozhuang.groups.shared_memory.engine import is_readable
 from tests.processes.shm_ranks import held, run_shm_ranks
+from tests.waiting import LIMIT_S
 
 # Elements: nothing, one, not a multiple of anything, one shot, just more than one shot, several chunks.
 SIZES = (1, 3, 1000, 16_384, 16_385, 300_001)
@@ -289,7 +290,7 @@ def lets_go(rank: int, n: int) -> None:
     assert until(lambda: gone() is None), "kept until the next job"
 
     before = held()
-    limit = datetime.timedelta(seconds=20)
+    limit = datetime.timedelta(seconds=LIMIT_S)
     group = SharedMemoryGroup(dist.PrefixStore("x/", dist.group.WORLD.get_group_store()), rank, n, limit)
     options = dist.AllreduceOptions()
     options.asyncOp = True
@@ -301,7 +302,7 @@ def lets_go(rank: int, n: int) -> None:
 
 
 def until(condition) -> bool:
-    end = time.monotonic() + 5
+    end = time.monotonic() + LIMIT_S
     while not condition() and time.monotonic() < end:
         gc.collect()
         time.sleep(0.01)
@@ -406,12 +407,12 @@ def names(rank: int, n: int) -> None:
     with pytest.raises(ValueError, match="for each of the"):
         dist.all_gather([torch.zeros(1)] * (n + 1), torch.zeros(1))
     # Refused before anything was said to the peers: the group still works.
-    group.set_timeout(datetime.timedelta(seconds=20))
-    assert group.options._timeout == datetime.timedelta(seconds=20)
+    group.set_timeout(datetime.timedelta(seconds=LIMIT_S))
+    assert group.options._timeout == datetime.timedelta(seconds=LIMIT_S)
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [n] * 3
-    group.monitored_barrier(datetime.timedelta(seconds=10), wait_all_ranks=True)
+    group.monitored_barrier(datetime.timedelta(seconds=LIMIT_S), wait_all_ranks=True)
     asks_for_gloo = not hasattr(dist, "_reconfigure")  # PyTorch before 2.14 asks for the backend's name
     with pytest.raises(ValueError, match="GLOO") if asks_for_gloo else contextlib.nullcontext():
         dist.monitored_barrier()

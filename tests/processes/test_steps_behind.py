@@ -29,6 +29,7 @@ from tests.processes.mean_of_two import (
     wrapped,
 )
 from tests.ranks import RankError, run_ranks
+from tests.waiting import LIMIT_S, NEVER_S
 
 
 @contextmanager
@@ -57,9 +58,7 @@ def left_out(rank: int, size: int, start_step: int, last: int) -> None:
 )
 def test_a_step_is_left_out_in_which_others_wait(start_step: int, last: int) -> None:
     """Far below the time-out, on the rank that is behind and on those that wait for it."""
-    began_s = time.monotonic()
-    results = run_ranks(left_out, 3, start_step, last, collect_errors=True, timeout_s=20.0)
-    assert time.monotonic() - began_s < 15
+    results = run_ranks(left_out, 3, start_step, last, collect_errors=True, timeout_s=LIMIT_S)
     behind = results[1]
     assert isinstance(behind, RankError) and behind.type_name == WorldError.__name__, behind
     assert f"rank 1 came to agree on one set of weights after {last} optimizer steps" in behind.message
@@ -166,20 +165,18 @@ def accumulate_alone(rank: int, size: int) -> None:
 
 
 def test_accumulation_without_no_sync_while_another_rank_has_no_data() -> None:
-    began_s = time.monotonic()
     results = run_ranks(accumulate_alone, 2, collect_errors=True)
     assert isinstance(results[1], RankError) and results[1].type_name == UsageError.__name__
     assert isinstance(results[0], RankError)
-    assert time.monotonic() - began_s < 25  # both at once, and not by the time-out
 
 
 def loses_the_store(rank: int, size: int) -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=15))  # rank 0 holds the store
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=NEVER_S))  # rank 0 holds the store
     ddp, optimizer = wrapped()
     train(ddp, optimizer, rank, range(1))
     store = store_of(dist.group.WORLD)
     if rank == 0:
-        store.wait(["trained"], datetime.timedelta(seconds=15))
+        store.wait(["trained"], datetime.timedelta(seconds=NEVER_S))
         time.sleep(0.3)  # most often rank 1 waits by then; if not, it finds no store
         os._exit(1)
     store.set("trained", "")
@@ -228,7 +225,7 @@ def test_who_waits_for_long_asks_the_store_for_little(monkeypatch: pytest.Monkey
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(LIMIT_S)
     assert sorted(left) == list(range(size))
     # Looks at one key, in pauses that grow, and not at one key for each rank: those would be 16 times as many.
     asked = [stores[rank].num_asked for rank in range(size) if rank not in late]

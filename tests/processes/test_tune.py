@@ -11,6 +11,7 @@ import pytest
 from guozhuang.lab.unfinished import alone_in
 from guozhuang.launch.options.plan_file import read_plan
 from tests.launching import Launched, guozhuang, write
+from tests.waiting import LIMIT_S
 
 TINY = (
     "--workload",
@@ -70,7 +71,7 @@ def test_an_interrupted_tuner_leaves_nothing(tmp_path: Path) -> None:
     with Launched("tune", *TINY, "--option", "hang=2", folder=tmp_path) as launched:
         launched.until(lambda: "ranks: " in launched.printed and len(launched.processes()) > 2)
         launched.send(signal.SIGINT)
-        ended = launched.wait(30)
+        ended = launched.wait(LIMIT_S)
         assert ended.returncode == 130 and "Nothing was written" in ended.stderr and "Traceback" not in ended.stderr
         assert launched.left() == []
     assert [path.name for path in tmp_path.iterdir() if path.name != "tmp"] == []

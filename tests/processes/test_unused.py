@@ -23,6 +23,7 @@ from tests.processes.cases import (
     twin_of,
 )
 from tests.ranks import RankError, run_ranks
+from tests.waiting import LIMIT_S
 
 SMALL = {"bucket_cap_mb": 0.0001}  # a bucket per parameter, nearly
 
@@ -257,7 +258,7 @@ def misses_alone(rank, world_size, who, buffers, setup):
     if setup == "tcp":
         import guozhuang
 
-        guozhuang.init(timeout_s=30)
+        guozhuang.init(timeout_s=LIMIT_S)
     bare: nn.Module = Branches()
     if buffers:
         bare.register_buffer("counter", torch.zeros(1))
@@ -310,7 +311,7 @@ def freezes_alone(rank, world_size, who):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_rank_freezes_a_parameter(who):
-    outcomes = run_ranks(freezes_alone, 2, who, collect_errors=True, timeout_s=15.0, group_timeout_s=1.5)
+    outcomes = run_ranks(freezes_alone, 2, who, collect_errors=True, timeout_s=LIMIT_S, group_timeout_s=1.5)
     assert all(isinstance(o, RankError) and o.exit_code == 1 for o in outcomes), outcomes
     assert outcomes[who].type_name in ("MismatchError", "WorldError")
     assert "branches.2.weight" in outcomes[who].message

@@ -19,6 +19,7 @@ from guozhuang.launch import guard
 from guozhuang.launch.crew import Crew, entry
 from guozhuang.launch.warm import ForkedRank, NotWarmError, WarmParent
 from tests import launching
+from tests.waiting import LIMIT_S
 
 FACTS = """
 import json, os, signal, sys, time
@@ -71,7 +72,7 @@ class Ranks:
 
     def end(self) -> tuple[int, str, str]:
         deadline = time.monotonic() + 60
-        while not (ended := self.crew.wait(1.0)):
+        while not (ended := self.crew.wait(LIMIT_S)):
             assert time.monotonic() < deadline
         return ended[3], *((self.folder / f"{name}{self.num_started}").read_text() for name in ("out", "err"))
 
@@ -258,7 +259,7 @@ def test_a_killed_agent_leaves_neither_the_warm_parent_nor_a_forked_rank(tmp_pat
         agent.kill()
         agent.wait()
         agent.stdout.close()
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=LIMIT_S)
     assert not alive
 
 
@@ -274,7 +275,9 @@ def test_a_rank_that_is_started_again_is_forked(tmp_path: Path, option: tuple[st
         "    time.sleep(1.0)\n"
         "    sys.exit(3)\n",
     )
-    done = launching.guozhuang("run", "-np", 2, "--max-restarts", 30, *option, script, folder=tmp_path, program=PROGRAM)
+    done = launching.guozhuang(
+        "run", "-np", 2, "--max-restarts", 30, *option, script, folder=tmp_path, program=PROGRAM, forks_ranks=False
+    )
     assert done.returncode == 0 and "[1] forked\n" in done.stdout, done
     assert ("[0] forked\n" in done.stdout) == (not option), done
 
@@ -290,7 +293,9 @@ def test_a_warm_parent_is_kept_only_for_restarts(tmp_path: Path, options: tuple[
         "print(is_there())\n",
     )
     is_kept = options == ("--max-restarts", 1)
-    done = launching.guozhuang("run", *options, script, 30 if is_kept else 1, folder=tmp_path, program=PROGRAM)
+    done = launching.guozhuang(
+        "run", *options, script, 30 if is_kept else 1, folder=tmp_path, program=PROGRAM, forks_ranks=False
+    )
     assert (done.returncode, done.stdout) == (0, f"{is_kept}\n"), done
 
 

@@ -34,6 +34,7 @@ from tests.processes.mean_of_two import (
     wrapped,
 )
 from tests.ranks import RankError, run_ranks
+from tests.waiting import LIMIT_S
 
 
 def case_gradients_stay_local_and_weights_meet(rank: int, size: int) -> None:
@@ -339,7 +340,7 @@ def evaluate_alone(rank: int, size: int) -> None:
         finally:
             store.set("gave up", "")
     else:
-        store.wait(["gave up"], datetime.timedelta(seconds=20))
+        store.wait(["gave up"], datetime.timedelta(seconds=LIMIT_S))
 
 
 def test_who_evaluates_alone_is_told_whom_it_waited_for() -> None:

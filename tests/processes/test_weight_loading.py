@@ -37,6 +37,7 @@ from tests.processes.mean_of_two import (
     train,
     wrapped,
 )
+from tests.waiting import LIMIT_S
 
 
 def case_a_shallow_copy_holds_the_same_weights(rank: int, size: int) -> None:
@@ -153,9 +154,7 @@ def case_who_is_far_behind_loads_and_holds_nobody(rank: int, size: int) -> None:
     ddp.use_weight_exchange(AsyncParameterServer(max_staleness_steps=1), optimizer)
     train(ddp, optimizer, rank, range(1 if rank == 0 else 6))
     load(ddp, rank, 3.0)
-    began_s = time.monotonic()
     ddp.agree()
-    assert time.monotonic() - began_s < 8
     assert bool((flat(ddp) == 3).all())
     train(ddp, optimizer, rank, range(6, 8))
     ddp.agree()
@@ -221,7 +220,7 @@ def case_loads_leave_no_groups_and_threads_behind(rank: int, size: int) -> None:
             assert bool((flat(ddp) == k).all())
             train(ddp, optimizer, rank, range(2 + rank % 2 * (not exchange.in_step)))  # and leaves something under way
         ddp.agree()
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + LIMIT_S
         while more := [a - b for a, b in zip(counted(settle_s=0.02), before, strict=True) if a > b]:
             assert time.monotonic() < deadline_s, (exchange, more)
         assert_equal_everywhere(flat(ddp))

@@ -30,6 +30,7 @@ from tests.processes.cases import assert_equal_across_ranks, mlp, sent_in, sent_
 from tests.ranks import RankError, run_ranks
 from tests.threads.test_async_average import wait_for_the_round
 from tests.threads.twins import initial, members, named, push
+from tests.waiting import LIMIT_S
 
 KERNEL = pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel tells")
 
@@ -217,9 +218,7 @@ def closes_with_a_round_under_way(rank: int, size: int) -> int:
 
 
 def test_closing_waits_for_nobody() -> None:
-    began_s = time.monotonic()
-    assert run_ranks(closes_with_a_round_under_way, 3, group_timeout_s=60.0, timeout_s=50.0) == [1, 0, 0]
-    assert time.monotonic() - began_s < 40
+    assert run_ranks(closes_with_a_round_under_way, 3, group_timeout_s=60.0, timeout_s=LIMIT_S) == [1, 0, 0]
 
 
 def steps_go_on_while_a_fragment_travels(rank: int, size: int) -> None:

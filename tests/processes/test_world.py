@@ -23,7 +23,7 @@ from guozhuang.errors import UsageError, WorldError
 from guozhuang.world import session
 from guozhuang.world.discovery import discover
 from tests.ranks import RankError, free_port, run_ranks
-from tests.waiting import AT_ONCE_S, until
+from tests.waiting import LIMIT_S, NEVER_S, until
 
 pytestmark = pytest.mark.waits
 
@@ -136,7 +136,7 @@ def test_alone_there_is_a_group_of_one_no_open_port_and_no_look_up_of_a_name() -
 def enters_twice(rank: int, world_size: int) -> tuple[world.World, list[str], list[float]]:
     sums = []
     for _ in range(3):
-        me = world.init(timeout_s=30)
+        me = world.init(timeout_s=LIMIT_S)
         tensor = torch.tensor(float(rank + 1))
         dist.all_reduce(tensor)
         sums.append(float(tensor))
@@ -181,9 +181,9 @@ def test_a_forked_child_that_ends_does_not_leave_the_world() -> None:
 
 
 def asks_again(rank: int, world_size: int) -> list[str]:
-    me = world.init("gloo", "cpu", timeout_s=20)
+    me = world.init("gloo", "cpu", timeout_s=LIMIT_S)
     assert world.init() is me
-    assert world.init(backend="GLOO", device=torch.device("cpu"), timeout_s=20) is me
+    assert world.init(backend="GLOO", device=torch.device("cpu"), timeout_s=LIMIT_S) is me
     texts = []
     for arguments in ({"backend": "fake"}, {"timeout_s": 5.0}, {"timeout_s": -1.0}, {"device": "cuda:0"}):
         try:
@@ -228,7 +228,7 @@ def uses_what_was_requested(rank: int, world_size: int, *, by_the_script: str | 
     handler = logging.StreamHandler(logged)
     logging.getLogger("guozhuang").addHandler(handler)
     logging.getLogger("guozhuang").setLevel(logging.INFO)
-    world.init(by_the_script, "cpu", timeout_s=20)
+    world.init(by_the_script, "cpu", timeout_s=LIMIT_S)
     logging.getLogger("guozhuang").removeHandler(handler)
     backend = str(dist.get_backend())
     dist.barrier()
@@ -307,37 +307,33 @@ def test_a_group_destroyed_by_the_user_is_no_world() -> None:
 # ---- somebody is missing
 
 
-def comes_or_not(rank: int, world_size: int, missing: list[int]) -> float:
-    started = time.monotonic()
+def comes_or_not(rank: int, world_size: int, missing: list[int]) -> None:
     if rank in missing:
-        return 0.0
+        return
     try:
         world.init(timeout_s=2.0)
     except RuntimeError as error:
         assert type(error).__name__ == "WorldError"
         assert f"{len(missing)} of 4 ranks did not come within 2 s: {', '.join(map(str, missing))}" in str(error)
-        return time.monotonic() - started
+        return
     raise AssertionError("a world without these ranks")
 
 
 def test_who_did_not_come_is_named_on_every_rank() -> None:
-    took = run_ranks(comes_or_not, 4, [1, 3], init=False)
-    assert all(1.9 < took[rank] < 2 + AT_ONCE_S for rank in (0, 2))
+    run_ranks(comes_or_not, 4, [1, 3], init=False)
 
 
-def refused(rank: int, world_size: int, timeout_s: float, claims: str = "", folder: str = "") -> tuple[str, float]:
-    """The error of ``init`` on this rank, and its seconds. ``claims``: the rank that all but rank 0 say they are."""
+def refused(rank: int, world_size: int, timeout_s: float, claims: str = "", folder: str = "") -> str:
+    """The error of ``init`` on this rank. ``claims``: the rank that all but rank 0 say they are."""
     if claims and rank:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = claims
-    started = time.monotonic()
     with pytest.raises((UsageError, WorldError)) as caught:
         world.init(timeout_s=timeout_s)
-    took_s = time.monotonic() - started
     if claims:
         Path(folder, str(rank)).touch()
     if claims and rank == 0:  # this rank keeps the store
-        until(lambda: len(os.listdir(folder)) == world_size, 20, told=lambda: os.listdir(folder))
-    return str(caught.value), took_s
+        until(lambda: len(os.listdir(folder)) == world_size, LIMIT_S, told=lambda: os.listdir(folder))
+    return str(caught.value)
 
 
 def alone_as(rank: int, port: int, timeout_s: float) -> str:
@@ -349,7 +345,7 @@ def alone_as(rank: int, port: int, timeout_s: float) -> str:
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_PORT": str(port),
     }
-    [(text, _)] = run_ranks(refused, 1, timeout_s, init=False, env=env)
+    [text] = run_ranks(refused, 1, timeout_s, init=False, env=env)
     return text
 
 
@@ -369,9 +365,9 @@ def test_a_stranger_at_the_port_does_not_hold_us_and_is_named_by_rank_0() -> Non
 
 def test_two_processes_with_one_rank_are_told(tmp_path: Path) -> None:
     # Of four, all but rank 0 were given RANK=1, as from a variable that was copied by hand.
-    ends = run_ranks(refused, 4, 20.0, "1", str(tmp_path), init=False, env={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"})
-    assert all("two processes say that they are rank 1 of 4" in text for text, _ in ends)
-    assert all(took_s < AT_ONCE_S for _, took_s in ends), "nobody waits for the time-out"
+    sizes = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    ends = run_ranks(refused, 4, NEVER_S, "1", str(tmp_path), init=False, env=sizes)
+    assert all("two processes say that they are rank 1 of 4" in text for text in ends)
 
 
 # ---- leaving
@@ -419,15 +415,12 @@ def test_an_exception_does_not_wait_for_a_peer_that_stays() -> None:
     """See [Note: leaving]: the collective that rank 1 never joins would hold rank 0 for 30 s."""
     failed, stays = ranks_that_leave("stays", 2)
     try:
-        started = time.monotonic()
-        code, _, err = end_of(failed, 28)
-        took_s = time.monotonic() - started
+        code, _, err = end_of(failed)
     finally:
         stays.kill()
         end_of(stays)
     assert code == 1
     assert "a mistake of the user" in err
-    assert took_s < 25
 
 
 # ---- the harness itself: a test tool that cannot fail proves nothing
@@ -483,12 +476,10 @@ def one_sleeps(rank: int, world_size: int) -> None:
 
 
 def test_a_hung_rank_is_asked_where_it_is() -> None:
-    started = time.monotonic()
     with pytest.raises(AssertionError) as caught:
         run_ranks(one_sleeps, 2, timeout_s=1.5)
     assert "in one_sleeps" in str(caught.value)
     assert "in barrier" in str(caught.value)
-    assert time.monotonic() - started < 10
 
 
 def heartbeats(rank: int, world_size: int, methods: list[str]) -> list[bool]:
@@ -497,14 +488,14 @@ def heartbeats(rank: int, world_size: int, methods: list[str]) -> list[bool]:
     def runs() -> bool:
         return any("heartbeat" in thread.name for thread in threading.enumerate())
 
-    world.init("gloo", timeout_s=30)
+    world.init("gloo", timeout_s=LIMIT_S)
     seen = [runs()]
     dist.barrier()
     world.shutdown()
     seen.append(runs())
     for method in methods:
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size)
-        world.init(timeout_s=30)
+        world.init(timeout_s=LIMIT_S)
         seen.append(runs())
         dist.barrier()
         dist.destroy_process_group()
@@ -533,7 +524,7 @@ def test_an_address_of_ipv6_may_stand_in_brackets() -> None:
     assert [sums for _, _, sums in ends] == [[3, 3, 3]] * 2
 
 
-def store_stops_answering(rank: int, world_size: int, folder: str) -> tuple[str, float]:
+def store_stops_answering(rank: int, world_size: int, folder: str) -> str:
     """Rank 0 keeps the store, and is stopped once rank 1 has come to it, until rank 1 has raised."""
     keeper = Path(folder, "pid")
     if rank == 0:
@@ -542,16 +533,13 @@ def store_stops_answering(rank: int, world_size: int, folder: str) -> tuple[str,
         while not store.check(["claim/1"]):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGSTOP)
-        return "", 0.0
-    started = time.monotonic()
+        return ""
     with pytest.raises(WorldError) as caught:
         world.init(timeout_s=1.0)
-    took_s = time.monotonic() - started
     os.kill(int(keeper.read_text()), signal.SIGCONT)
-    return str(caught.value), took_s
+    return str(caught.value)
 
 
 def test_a_store_that_stops_answering_does_not_hold_the_others(tmp_path: Path) -> None:
-    _, (text, took_s) = run_ranks(store_stops_answering, 2, str(tmp_path), init=False)
+    _, text = run_ranks(store_stops_answering, 2, str(tmp_path), init=False)
     assert "[rank 1] the store that the ranks meet at has not answered for" in text
-    assert took_s < AT_ONCE_S

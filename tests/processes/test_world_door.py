@@ -14,6 +14,7 @@ from guozhuang.errors import WorldError
 from guozhuang.net.interfaces import own_address
 from tests.processes.test_world import LOOPBACK, listening
 from tests.ranks import free_port, run_ranks
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.waits
 
@@ -32,7 +33,7 @@ def as_kernel(address: str) -> str:
 def meets(rank: int, world_size: int) -> tuple[world.World, list[str], list[float]]:
     sums = []
     for _ in range(2):
-        me = world.init("gloo", timeout_s=30)
+        me = world.init("gloo", timeout_s=LIMIT_S)
         tensor = torch.tensor(float(rank + 1))
         dist.all_reduce(tensor)
         sums.append(float(tensor))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ from guozhuang.check.verdict import differing, headline, judge
 from guozhuang.check.worker import print_result, printed_result
 from guozhuang.errors import UsageError
 from guozhuang.units import card_speed, listed, ranks_text, short_time, speed
-from tests.waiting import AT_ONCE_S
+from tests.waiting import EXPIRES_S, LIMIT_S, NEVER_S
 
 GIB = 1 << 30
 LO = NetworkInterface("lo", ("127.0.0.1", "::1"), True, 65536, None, False)
@@ -499,16 +500,13 @@ def test_many_ranks_are_measured_by_node_and_many_nodes_in_part() -> None:
     assert set(partners) == {29 + 1}  # and one pair inside
 
 
-def _both(
-    first: Callable[[measure.Pair], Any], second: Callable[[measure.Pair], Any], limit_s: float = 10.0
-) -> list[Any]:
+def _both(first: Callable[[measure.Pair], Any], second: Callable[[measure.Pair], Any]) -> list[Any]:
     """Both ends of a pair, each in a thread; return what they return or raise."""
     store = dist.HashStore()
 
     def end(is_first: bool) -> Any:
         try:
-            pair = measure.Pair(store, "pair", is_first, "127.0.0.1", 10.0)
-            pair.limit(limit_s)
+            pair = measure.Pair(store, "pair", is_first, "127.0.0.1", LIMIT_S)
             return (first if is_first else second)(pair)
         except measure.PairError as error:
             return error
@@ -517,38 +515,45 @@ def _both(
         return list(pool.map(end, (True, False)))
 
 
-def test_a_pair_is_measured() -> None:
+def test_a_pair_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by 1 ms whenever it is read: each message takes 1 ms."""
+    num_readings = itertools.count()
+    monkeypatch.setattr(
+        measure,
+        "time",
+        SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: next(num_readings) / 1024),
+    )
+    monkeypatch.setattr(measure, "_MOST_BYTES", 1 << 18)
     found, nothing = _both(measure.lead, measure.follow)
     assert nothing == {}
-    assert 0 < found["latency_s"] < 0.1
-    assert found["forward_bytes_per_s"] > 1e6 and found["backward_bytes_per_s"] > 1e6
+    assert found["latency_s"] == 0.5 / 1024
+    assert found["forward_bytes_per_s"] == found["backward_bytes_per_s"] == (1 << 18) / (0.5 / 1024)
 
 
 def test_a_trickle_does_not_outlast_the_limit_of_a_pair() -> None:
     """Messages that arrive again and again: no single wait is long, all of them together are."""
 
-    is_received = threading.Event()
+    is_over = threading.Event()
 
     def trickle(pair: measure.Pair) -> None:
-        try:
-            for _ in range(1000):
-                pair.send(torch.zeros(8, dtype=torch.uint8))
-                time.sleep(0.02)
-        except measure.PairError:
-            # Both have the same limit: the one that reaches it first stays until the other one has reached it.
-            is_received.wait(AT_ONCE_S)
-            raise
+        while not is_over.is_set():
+            pair.send(torch.zeros(8, dtype=torch.uint8))
+            time.sleep(0.01)
+        pair.limit(EXPIRES_S)
+        while True:  # the sender has a limit too
+            pair.send(torch.zeros(8, dtype=torch.uint8))
 
-    def receive(pair: measure.Pair) -> tuple[float, bool, str]:
-        began = time.monotonic()
+    def receive(pair: measure.Pair) -> tuple[bool, str]:
+        pair.receive(torch.zeros(8, dtype=torch.uint8))
+        pair.limit(EXPIRES_S)
         with pytest.raises(measure.PairError) as caught:
             while True:
                 pair.receive(torch.zeros(8, dtype=torch.uint8))
-        is_received.set()
-        return time.monotonic() - began, caught.value.has_ended, str(caught.value)
+        is_over.set()
+        return caught.value.has_ended, str(caught.value)
 
-    (took_s, has_ended, text), other = _both(receive, trickle, 0.4)
-    assert 0.3 < took_s < AT_ONCE_S and not has_ended
+    (has_ended, text), other = _both(receive, trickle)
+    assert not has_ended
     assert text == "connected, but a message of 8 B did not get through in time"
     assert isinstance(other, measure.PairError)
 
@@ -559,17 +564,15 @@ def test_an_end_that_has_gone_is_told_apart_from_one_that_is_silent() -> None:
     def leave(pair: measure.Pair) -> None:
         pair._group.shutdown()
 
-    gone, _ = _both(lambda pair: pair.has_ended(3.0), leave)
+    gone, _ = _both(lambda pair: pair.has_ended(NEVER_S), leave)
     assert gone is True
-    silent, _ = _both(lambda pair: (pair.has_ended(0.2), release.set())[0], lambda pair: release.wait(10))
+    silent, _ = _both(lambda pair: (pair.has_ended(EXPIRES_S), release.set())[0], lambda pair: release.wait(LIMIT_S))
     assert silent is False
 
 
 def test_a_rank_that_does_not_come_is_given_up_in_time() -> None:
-    began = time.monotonic()
-    with pytest.raises(measure.PairError, match=r"no connection at 127\.0\.0\.1 within 0\.5 s"):
-        measure.Pair(dist.HashStore(), "pair", True, "127.0.0.1", 0.5)
-    assert time.monotonic() - began < AT_ONCE_S
+    with pytest.raises(measure.PairError, match=rf"no connection at 127\.0\.0\.1 within {EXPIRES_S} s"):
+        measure.Pair(dist.HashStore(), "pair", True, "127.0.0.1", EXPIRES_S)
 
 
 def test_words() -> None:

@@ -403,13 +403,21 @@ def test_equal_tensors_of_ranks_are_written_once(tmp_path) -> None:
 
 
 def test_a_step_that_comes_again_is_saved_again(tmp_path) -> None:
-    store, place = torch.distributed.HashStore(), CheckpointFolder(tmp_path)
+    place, asked = CheckpointFolder(tmp_path), threading.Event()
+
+    class Asked(torch.distributed.HashStore):
+        def check(self, keys):
+            asked.set()
+            return super().check(keys)
+
+    store = Asked()
     savers = [Saver(place, Board(store, rank, 2), None) for rank in range(2)]
     for value in (1.0, 2.0):
+        asked.clear()
         for one in reversed(savers):  # rank 1 begins, and must wait for what rank 0 tells of this save
             shared = Flat.of({"trained": [], "w": torch.full((5,), value)}, "shared")
             one.start(3, shared, Flat.of({}, f"rank-{one.board.rank}"), True, {"ranks": 2})
-            time.sleep(0.05)
+            assert asked.wait(LIMIT_S)
         for one in savers:
             one.wait()
             assert one.outcome() == ""

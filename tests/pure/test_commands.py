@@ -13,6 +13,7 @@ from torch.distributed.run import get_args_parser
 
 from guozhuang import cli
 from guozhuang.launch.options.unimported import definition
+from tests.waiting import LIMIT_S
 
 PROGRAM = """
 import contextlib, io, json, sys
@@ -87,7 +88,9 @@ def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for line in completed:
         program += f"COMP_WORDS=(guozhuang {line}); COMP_CWORD={len(line.split())}; COMPREPLY=()\n"
         program += '$function guozhuang "${COMP_WORDS[-1]}" "${COMP_WORDS[-2]}"; echo "${COMPREPLY[*]}"\n'
-    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(
+        ["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
     assert [set(line.split()) for line in done.stdout.splitlines()] == list(completed.values())
 
 

@@ -14,6 +14,7 @@ import pytest
 from guozhuang.launch import tracebacks
 from guozhuang.launch.failures import Failure, describe, exit_code, first
 from guozhuang.launch.rank_files import hang_in
+from tests.waiting import LIMIT_S
 
 LOST = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:52617. This is typically caused by a crash."
 
@@ -208,11 +209,15 @@ def test_tracebacks_that_end_nothing() -> None:
 def test_real_tracebacks() -> None:
     """Chained, with a text of several lines, with marks under the place: as this very Python prints them."""
     code = "try:\n  1 / 0\nexcept Exception as e:\n  raise KeyError('two') from e"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30).stderr.splitlines()
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S
+    ).stderr.splitlines()
     assert tracebacks.last(["before", *out, "after"]) == (1, 1 + len(out))
     assert out[0].startswith("Traceback") and any("ZeroDivisionError" in line for line in out)
     group = "raise ExceptionGroup('both', [ValueError('one'), OSError('two')])"
-    out = subprocess.run([sys.executable, "-c", group], capture_output=True, text=True, timeout=30).stderr.splitlines()
+    out = subprocess.run(
+        [sys.executable, "-c", group], capture_output=True, text=True, timeout=LIMIT_S
+    ).stderr.splitlines()
     found = tracebacks.last(["before", *out])
     assert found == (1, 1 + len(out))
 

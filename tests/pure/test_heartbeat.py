@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from guozhuang.watch.report import hang, held_up_by, last_line, losses, sentence
 from guozhuang.watch.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, stacks_text
 from guozhuang.watch.watcher import Watcher, WatcherStatus, look_at_neighbours
 from guozhuang.world import session
-from tests.waiting import AT_ONCE_S, until
+from tests.waiting import LIMIT_S, NEVER_S, until
 
 LIMITS = Limits.of(1.0)
 
@@ -258,16 +259,16 @@ def test_the_main_thread_stands_until_it_moves() -> None:
             looked.look(now_s)
         found.append((looked.still_s(5.0), looked.place.text))
         go_on.set()
-        moved.wait(10)
+        moved.wait(LIMIT_S)
         looked.look(6.0)
         found.append(looked.still_s(6.0))
 
     thread = threading.Thread(target=look)
     thread.start()
-    while not go_on.wait(10):
+    while not go_on.wait(LIMIT_S):
         pass
     moved.set()
-    thread.join(10)
+    thread.join(LIMIT_S)
     (still_s, place), after_s = found
     assert 0 < still_s <= 5
     assert "test_the_main_thread_stands" in place
@@ -372,19 +373,14 @@ def failure_of_a_collective() -> BaseException:
     return RuntimeError("[../gloo/transport/tcp/pair.cc:537] Connection reset by peer")
 
 
-def seconds_of(do: Any) -> float:
-    start_s = time.monotonic()
-    do()
-    return time.monotonic() - start_s
-
-
 def test_an_error_of_our_own_is_called_so(caplog: pytest.LogCaptureFixture) -> None:
     store = dist.HashStore()
     store.set("status", "no word at all")
     one = made_heart(store)
     one.start()
-    one._line.join(5)
-    time.sleep(12 * 0.05)  # long enough to miss the answers of the store
+    one._line.join(LIMIT_S)
+    now_s = one._clock()  # which only the guard moves on by more than two intervals
+    until(lambda: one._clock() > now_s + 2 * one._limits.lost_s)  # long enough to miss the answers of the store
     one.stop(None)
     [record] = caplog.records
     assert "ended by an error of its own" in record.getMessage() and record.exc_info
@@ -427,9 +423,9 @@ def test_an_uncaught_error_of_gloo_is_a_sentence_that_names_who_is_lost(monkeypa
 
 
 def test_nobody_waits_for_a_report_that_came_before() -> None:
-    one = made_heart(dist.HashStore(), rank=1, interval_s=5.0)
+    one = made_heart(dist.HashStore(), rank=1, interval_s=NEVER_S)
     one._status, one._last_report = WatcherStatus(1, 0, report=7, lost=[0]), 7
-    assert seconds_of(lambda: one._wait_for_report()) < AT_ONCE_S  # three intervals would be the limit
+    one._wait_for_report()  # three intervals would be the limit
 
 
 def test_the_wait_for_a_report_ends_with_the_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,8 +436,12 @@ def test_the_wait_for_a_report_ends_with_the_gathering(monkeypatch: pytest.Monke
         one._limits = replace(one._limits, gather_s=gather_s)
         one._status = WatcherStatus(1, 0, stacks_request=wants)
         monkeypatch.setattr(one, "_line", threading.main_thread())  # alive
-        took_s = seconds_of(one._wait_for_report)
-        assert limit_s <= took_s < AT_ONCE_S
+        times_s = itertools.count(0.0, 1 / 16)  # what the clock shows, one after the other
+        with monkeypatch.context() as patched:
+            patched.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda times_s=times_s: next(times_s)))
+            one._wait_for_report()
+        waited_s = next(times_s) - 1 / 16
+        assert limit_s < waited_s <= limit_s + 1 / 16
 
 
 def test_a_watching_rank_that_is_gone_is_replaced_at_once() -> None:
@@ -466,7 +466,7 @@ def test_a_watching_rank_that_is_gone_is_replaced_at_once() -> None:
 def test_who_keeps_the_store_leaves_when_nobody_needs_it(is_lost: bool) -> None:
     """And not when the longest time is over that others may need to hear of it."""
     store = dist.HashStore()
-    keeper = made_heart(store, 0, interval_s=16.0, keeps_store=True)
+    keeper = made_heart(store, 0, interval_s=NEVER_S, keeps_store=True)
     keeper.start()
     other = made_heart(store, 1)
     other.start()
@@ -476,7 +476,7 @@ def test_who_keeps_the_store_leaves_when_nobody_needs_it(is_lost: bool) -> None:
         store.set("beat/1", beat(1).to_bytes().decode())
         keeper._status = WatcherStatus(1, 0, lost=[1])
         keeper._watch = None
-    assert seconds_of(lambda: keeper.stop(None)) < AT_ONCE_S
+    keeper.stop(None)
     assert not keeper._line.is_alive()
     other.stop(None)
 

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import os
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -390,9 +389,7 @@ def test_what_this_host_finds_wrong_is_a_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "rank.0").touch()  # where a folder is to be
-    began = time.monotonic()
     assert launch.run_commandline(line.split()) == 2
-    assert time.monotonic() - began < 20, "a rank that was not started is not waited for"
     out, err = capfd.readouterr()
     assert not out and err.startswith(f"horovodrun: {words}") and "Traceback" not in err, err
 

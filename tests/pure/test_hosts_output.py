@@ -18,6 +18,7 @@ from guozhuang.launch.console.display import Display
 from guozhuang.launch.console.screen import Screen
 from guozhuang.launch.console.target import Target
 from guozhuang.launch.hosts.link import Link
+from tests.waiting import LIMIT_S
 
 FIRST, SECOND = Link("a", 0, False), Link("b", 1, False)
 
@@ -51,7 +52,7 @@ def display(monkeypatch: pytest.MonkeyPatch, kind: type[Paper], same: bool = Tru
 
 
 def wait(shown: Display) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + LIMIT_S
     while shown.is_holding and time.monotonic() < deadline:
         time.sleep(0.01)
         shown.show_what_waits()
@@ -114,7 +115,7 @@ def test_the_launcher_speaks_in_lines_of_its_own(monkeypatch: pytest.MonkeyPatch
 def test_a_bar_is_shown_while_the_other_stream_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, out, err = display(monkeypatch, Paper, same=False)
     shown.take(FIRST, "stderr", b"a prompt: ")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + LIMIT_S
     while not err.data and time.monotonic() < deadline:
         shown.take(FIRST, "stdout", b"a line\n")
         time.sleep(0.01)

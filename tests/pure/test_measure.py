@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from guozhuang.lab import measure
+from tests.waiting import LIMIT_S
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel tells")
 
@@ -27,7 +28,7 @@ def test_sent_bytes_are_those_written_to_tcp_sockets() -> None:
         sender.sendall(bytes(5_000_000))
         after = measure.tcp_sent_bytes()
         sender.shutdown(socket.SHUT_WR)
-        reader.join(10)
+        reader.join(LIMIT_S)
     assert before is not None and after is not None
     assert after - before == 5_000_000
 

@@ -18,6 +18,7 @@ from guozhuang.gradients.named.reductions import combine, scale
 from guozhuang.gradients.named.requests import Message, NamedRequest, Response, difference, request_of
 from guozhuang.gradients.named.stalls import EngineStore, StallWatch
 from tests.pure.test_serial import Stream
+from tests.waiting import LIMIT_S
 
 
 def response(name: str, num: int, kind: Kind = Kind.ALLREDUCE, num_tensors: int = 1, **more: object) -> Response:
@@ -202,7 +203,7 @@ def test_a_handle_waits_and_hurries_once() -> None:
     waiter.start()
     handle.outputs = outputs = [torch.zeros(1)]
     handle.end()
-    waiter.join(5)
+    waiter.join(LIMIT_S)
     assert not waiter.is_alive() and handle.done() and handle.wait() == outputs == handle.wait()
     handle.end(NegotiationError("too late"))
     assert handle.wait() == outputs
@@ -402,7 +403,7 @@ def test_a_stall_ends_at_its_limit_without_a_store_too() -> None:
     channel = Pending("x")
     watch = StallWatch(words, 0, Settings(), 0.1, lambda: [channel], stop, tick_s=0.02)
     watch.touch()
-    assert ended.wait(5.0)
+    assert ended.wait(LIMIT_S)
     watch.close()
     words.close()
     assert "stalled" in str(failures[0]) and "the store is gone" in str(failures[0])

@@ -13,13 +13,14 @@ from guozhuang.gradients.named.requests import Message, NamedRequest
 from guozhuang.gradients.named.rounds import RoundOutcome, Rounds
 from guozhuang.gradients.named.settings import Knobs
 from guozhuang.gradients.named.submission import Kind, Reduction
+from tests.waiting import LIMIT_S
 
 
 class Meeting:
     """Carries the messages of ranks that are threads."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=LIMIT_S)
         self.messages = [b""] * size
 
     def exchange(self, rank: int, message: bytes) -> list[bytes]:

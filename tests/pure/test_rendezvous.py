@@ -19,7 +19,7 @@ from guozhuang.net.end_request import EndRequest
 from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.watch.processes import ENDED_BY_SIGTERM
 from tests.ranks import free_port
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def fixed(meetings: list[FixedRendezvous], num_nodes: int, **more: Any) -> list[
 
 
 def all_meet(pool: ThreadPoolExecutor, some: list[FixedRendezvous]) -> list[Attempt]:
-    return [each.result(20) for each in [pool.submit(one.meet, NodeShare(1)) for one in some]]
+    return [each.result(LIMIT_S) for each in [pool.submit(one.meet, NodeShare(1)) for one in some]]
 
 
 @pytest.mark.parametrize("node", [0, 2])
@@ -65,7 +65,7 @@ def test_any_node_that_starts_its_ranks_anew_calls_the_others(
     for each in others:
         until(each.must_restart)
     all_meet(pool, others)
-    first.result(10)
+    first.result(LIMIT_S)
     time.sleep(0.05)
     assert not any(each.must_restart() for each in nodes) and {each.attempt for each in nodes} == {1}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from guozhuang import cli
 from guozhuang.launch.console.say import say
+from tests.waiting import LIMIT_S
 
 SAY = Path(say.__code__.co_filename)
 
@@ -27,7 +27,7 @@ def test_nobody_reads_it() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     program = "import runpy, sys\nsay = runpy.run_path(sys.argv[1])['say']\nsay('x'); say('y'); sys.exit(7)"
-    done = subprocess.run([sys.executable, "-S", "-c", program, str(SAY)], stderr=writing, timeout=30)
+    done = subprocess.run([sys.executable, "-S", "-c", program, str(SAY)], stderr=writing, timeout=LIMIT_S)
     os.close(writing)
     assert done.returncode == 7
 
@@ -36,7 +36,7 @@ def test_there_is_no_standard_error() -> None:
     """As with `2>&-`: standard output does not get it either, and the exit code stays."""
     program = "import runpy, sys\nsys.stderr = None\nsay = runpy.run_path(sys.argv[1])['say']\n"
     program += "say('x'); say('y', within_s=1); sys.exit(7)"
-    done = subprocess.run([sys.executable, "-S", "-c", program, str(SAY)], stdout=subprocess.PIPE, timeout=30)
+    done = subprocess.run([sys.executable, "-S", "-c", program, str(SAY)], stdout=subprocess.PIPE, timeout=LIMIT_S)
     assert (done.returncode, done.stdout) == (7, b"")
 
 
@@ -50,9 +50,7 @@ def test_a_reader_that_has_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyP
         os.set_blocking(writing, True)
     with os.fdopen(writing, "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
-        begin = time.monotonic()
         say("x", within_s=0.1)
-        assert time.monotonic() - begin < 5
     os.close(reading)
 
 

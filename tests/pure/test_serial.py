@@ -14,6 +14,7 @@ import torch
 from guozhuang.errors import WorldError
 from guozhuang.groups import serial
 from guozhuang.groups.serial import Lane, SerialThread
+from tests.waiting import LIMIT_S
 
 DEVICE = torch.device("cuda:0")
 
@@ -42,7 +43,7 @@ class Stream:
 
 def end(lane: SerialThread) -> None:
     lane.close()
-    assert lane.join(5.0)
+    assert lane.join(LIMIT_S)
 
 
 def test_a_job_stands_between_what_was_launched_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +93,13 @@ def test_urgent_jobs_go_first_and_a_failed_one_poisons_the_rest() -> None:
 
     def first() -> None:
         began.set()
-        go_on.wait(10.0)
+        go_on.wait(LIMIT_S)
 
     def fails() -> None:
         raise ValueError("no luck")
 
     works = [thread.run(first)]
-    began.wait(10.0)
+    began.wait(LIMIT_S)
     for name, urgency in (("third", 2.0), ("first", -1.0), ("fourth", 2.0), ("second", 0.0)):
         works.append(thread.run(functools.partial(said.append, name), urgency=urgency))
     last = thread.run(fails, urgency=3.0), thread.run(lambda: said.append("never"), urgency=4.0)
@@ -134,7 +135,7 @@ def test_the_thread_ends_with_the_last_reference(fails: bool) -> None:
     assert runner is not None
     del thread
     gc.collect()
-    runner.join(10.0)
+    runner.join(LIMIT_S)
     assert not runner.is_alive()
 
 

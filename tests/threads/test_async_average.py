@@ -18,11 +18,12 @@ from guozhuang.exchange.async_average import AsyncModelAverage, AsyncState
 from guozhuang.exchange.warmup import WeightWarmup
 from tests.processes.cases import as_tests, assert_equal_across_ranks, assert_equal_everywhere, mlp
 from tests.threads.twins import SHAPES, initial, loss_of, push, train, update, wrapped
+from tests.waiting import LIMIT_S
 
 
 def wait_for_the_round(state: AsyncState) -> None:
     assert state.lane is not None
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT_S
     while not state.lane.has_ended():
         assert time.monotonic() < deadline, "the round did not end"
         time.sleep(0.002)
@@ -137,7 +138,7 @@ def case_who_waits_to_agree_takes_part_in_rounds(rank: int, size: int) -> None:
     exchange, weights = AsyncModelAverage(interval_ms=1), initial()
     state = exchange.prepare(list(weights.items()), dist.group.WORLD)
     if rank != 0:
-        deadline, step = time.monotonic() + 15, 0
+        deadline, step = time.monotonic() + LIMIT_S, 0
         while state.num_rounds < 4:  # of which the first rank began all but by itself
             assert time.monotonic() < deadline, state.num_rounds
             time.sleep(0.002)

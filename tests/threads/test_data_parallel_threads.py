@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from guozhuang.data_parallel import DataParallel, MisplacedModuleError, data_parallel
 from guozhuang.errors import UsageError
 from tests.threads.test_data_parallel import CPUS, Nested, mlp
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,7 @@ def test_threads_are_kept_while_in_use_and_end_with_the_object() -> None:
     assert len(started) == 2
     del parallel
     for thread in started:
-        thread.join(timeout=10)
+        thread.join(timeout=LIMIT_S)
         assert not thread.is_alive()
 
 
@@ -263,7 +264,7 @@ def test_the_function() -> None:
     torch.testing.assert_close(data_parallel(model, (x,), CPUS, "cpu"), model(x))
     torch.testing.assert_close(data_parallel(Nested(), None, CPUS, module_kwargs={"x": x})["parts"][0][0], x)
     for thread in set(_replica_threads()) - before:
-        thread.join(timeout=10)
+        thread.join(timeout=LIMIT_S)
         assert not thread.is_alive()
 
 
@@ -350,7 +351,7 @@ def test_a_forked_process_starts_its_own_threads() -> None:
 
         process = context.Process(target=child)
         process.start()
-        process.join(timeout=30)
+        process.join(timeout=LIMIT_S)
         alive = process.is_alive()
         if alive:
             process.kill()

@@ -27,7 +27,7 @@ from guozhuang.gradients.buckets import Bucket
 from tests.processes.cases import as_table, assert_equal_across_ranks, grads, said, seeded
 from tests.processes.gradient_methods import METHODS, Method, buckets_of, exchange_all, fill
 from tests.threads.ranks import run_threads
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 SHAPES = {"first": (12, 10), "second": (7,), "third": (30, 20), "number": ()}
 CAP_MB = 0.002  # several buckets
@@ -348,7 +348,7 @@ def drops_works(rank: int, size: int) -> None:
     work.wait()
     seen = weakref.ref(work)
     del work
-    until(lambda: seen() is None, 5.0)  # a thread may hold an answer for a moment
+    until(lambda: seen() is None, LIMIT_S)  # a thread may hold an answer for a moment
     state.close()
 
 

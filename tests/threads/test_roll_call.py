@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import PeerLost, WorldError
 from guozhuang.groups import roll_call
+from tests.waiting import LIMIT_S
 
 SIZE, LATE = 128, tuple(range(0, 128, 2))
 
@@ -51,7 +52,7 @@ def wait_for(store: Any, late: tuple[int, ...], limit_s: float, **more: Any) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     return found
 
 
