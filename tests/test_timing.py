@@ -8,8 +8,8 @@ Three rules, also for the scripts that stand in tests as strings:
   of the code under test is ``NEVER_S`` where it must not be waited for, and ``EXPIRES_S`` where it is to be reached.
 - **clock**: no assertion says how long something took. What must not wait for a time-out is given one that never ends.
 
-What has to break a rule stands in ``ALLOWED``, with its reason. What still breaks one, and need not, is counted in ``REMAINING``:
-its numbers go down, never up.
+What has to break a rule stands in ``ALLOWED``, with its reason. What still breaks one, and need not, is counted in
+``REMAINING``: its numbers go down, never up.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -275,7 +274,7 @@ def test_coalesced_all_gather_has_a_list_per_rank_as_gloo(layout: str) -> None:
 
 def test_there_is_an_identity_for_every_rank() -> None:
     with pytest.raises(UsageError, match="node of every rank"):
-        HierarchicalGroup(dist.HashStore(), 0, 2, datetime.timedelta(seconds=1), [this_process("a")])
+        HierarchicalGroup(dist.HashStore(), 0, 2, datetime.timedelta(seconds=LIMIT_S), [this_process("a")])
 
 
 def loses(rank: int, world_size: int, layout: str, victim: int, how: str, timeout_s: float) -> dict[str, Any]:
@@ -287,7 +286,8 @@ def loses(rank: int, world_size: int, layout: str, victim: int, how: str, timeou
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
     if rank == victim:
-        time.sleep(0.2)
+        for _ in range(3):  # the others are in the middle of something
+            dist.all_reduce(tensor, group=group)
         if how == "leave":
             dist.destroy_process_group(group)
             store.wait(noticed, datetime.timedelta(seconds=NEVER_S))  # alive all the time

@@ -6,11 +6,13 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import guozhuang.compat.horovod.torch as hvd
 from guozhuang.compat.horovod.torch import submitting
 from guozhuang.gradients.named import Handle, NamedChannel
 from tests.processes.horovod_cases import GLOO, USUAL, as_tests, of_all, of_rank
+from tests.waiting import until
 
 
 def case_gather_different_rows(rank: int, size: int) -> None:
@@ -176,8 +178,10 @@ def case_sparse_tensors_that_differ(rank: int, size: int) -> None:
 
 
 def case_barriers(rank: int, size: int) -> None:
-    if rank == size - 1:
-        time.sleep(0.3)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"comes/{rank}", "")
+    if rank == size - 1:  # it comes when the others are there already, or were and have gone on
+        until(lambda: store.check([f"comes/{other}" for other in range(size)]))
     came = time.monotonic()  # the ranks of a machine have the same clock
     assert hvd.barrier() is None
     left = time.monotonic()

@@ -395,7 +395,7 @@ import datetime, os, sys, threading
 import torch, torch.distributed as dist
 from guozhuang.groups import backend
 backend.register()
-dist.init_process_group("shm", timeout=datetime.timedelta(seconds=30))
+dist.init_process_group("shm", timeout=datetime.timedelta(seconds=150))
 rank, ending = dist.get_rank(), sys.argv[1]
 dist.all_reduce(torch.ones(100_000), async_op=True).wait()
 kept = dist.group.WORLD.empty(1000)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
+import struct
 import sys
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +22,7 @@ from guozhuang.launch.hosts import ssh
 from guozhuang.launch.hosts.frames import NodeRefused
 from guozhuang.launch.hosts.link import Link
 from guozhuang.launch.hosts.supervisor import AgentStarted, EndAgent, HostLacks, PauseHost, SupervisorConfig
-from tests.waiting import LIMIT_S, remaining
+from tests.waiting import LIMIT_S, NEVER_S, remaining, until
 
 pytestmark = [
     pytest.mark.waits,
@@ -35,15 +38,35 @@ class Host:
     def __init__(self, agent: str, where: Path, before: str = "", **more: Any) -> None:
         config = {
             "folder": str(where), "is_remote": True, "environment": {"CARRIED": "a\nb"}, "lists": ssh.LISTS,
-            "asked_environment": {}, "package": "json", "lost_after_s": 60.0, "lost_grace_s": 1.0, "command": ["-c", agent],
+            "asked_environment": {}, "package": "json", "lost_after_s": NEVER_S, "lost_grace_s": 1.0, "command": ["-c", agent],
             "first_line": "é \n",
         }  # fmt: skip
         self.link = Link("a", 0, True)
         self.out = {"stdout": b"", "stderr": b""}
+        self.folder = where
         command: Sequence[str] = ssh.local_command(TOKEN)
         if before:
             command = ["sh", "-c", f'{before}; exec "$@"', "sh", *command]
         self.link.start(command, TOKEN, SupervisorConfig(**(config | more)), self._take)  # type: ignore[arg-type]
+
+    def hears(self) -> None:
+        """Return when the supervisor has read all that was sent to it."""
+        stdin = self.link._process.stdin
+        assert stdin is not None
+        until(lambda: self.link.send_more() or not self.link._unsent)
+        until(lambda: struct.unpack("i", fcntl.ioctl(stdin, termios.FIONREAD, b"    ")) == (0,))
+
+    def looks_again(self, agent: psutil.Process) -> None:
+        """Return when the supervisor has asked its clock once more, as it does between two outputs of the agent."""
+        for _ in range(2):
+            before = len(self.out["stderr"])
+            agent.send_signal(signal.SIGUSR1)
+            self.wait(lambda before=before: len(self.out["stderr"]) > before)
+
+    def later(self, ahead_s: float) -> None:
+        """Set the clock of the supervisor to so many seconds ahead of the real one."""
+        (self.folder / "new clock").write_text(str(ahead_s))
+        os.replace(self.folder / "new clock", self.folder / "clock")
 
     def _take(self, link: Link, stream: str, data: bytes) -> None:
         self.out[stream] += data
@@ -59,8 +82,15 @@ class Host:
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Any]:
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     hosts: list[Host] = []
+    clock = tmp_path / "clock"  # a file that holds by how many seconds the clock of the supervisor is ahead
+    clock.write_text("0")
+    ahead = (
+        f"import time\nreal = time.monotonic\ntime.monotonic = lambda: real() + float(open({str(clock)!r}).read())\n"
+    )
+    source = ahead.encode() + ssh.supervisor_source()
+    monkeypatch.setattr(ssh, "supervisor_source", lambda: source)
 
     def make(agent: str, **more: Any) -> Host:
         hosts.append(Host(agent, tmp_path, **more))
@@ -77,11 +107,12 @@ FAMILY = """
 import os, signal, subprocess, sys, time
 if "deaf" in os.environ["CARRIED"]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
+signal.signal(signal.SIGUSR1, lambda *_: os.write(2, b"."))
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(3600)"
 child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()
 print(os.getpid(), child.pid, flush=True)
-time.sleep(99)
+time.sleep(3600)
 """
 
 
@@ -92,7 +123,7 @@ def family(host: Host) -> list[psutil.Process]:
     return found
 
 
-def gone(processes: Sequence[psutil.Process], limit_s: float) -> bool:
+def gone(processes: Sequence[psutil.Process], limit_s: float = LIMIT_S) -> bool:
     def is_alive(process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):  # it may end between the two questions
             return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -128,72 +159,83 @@ def test_an_agent_that_is_killed_takes_its_family_along(begin: Any) -> None:
     processes[0].kill()
     host.wait()
     assert host.link.code == -signal.SIGKILL
-    assert gone(processes, 0.5)
+    assert gone(processes)
 
 
 def test_the_end_is_asked_for_first(begin: Any) -> None:
     host = begin(
-        "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(7))\nprint(1, flush=True)\ntime.sleep(99)"
+        "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(7))\nprint(1, flush=True)\ntime.sleep(3600)"
     )
     host.wait(lambda: host.out["stdout"])
-    host.link.say(EndAgent(20.0))
+    host.link.say(EndAgent(LIMIT_S))
     host.wait()
     assert host.link.code == 7
 
 
 def test_who_does_not_end_is_killed_after_the_grace(begin: Any) -> None:
-    host = begin(FAMILY, environment={"CARRIED": "deaf"})
+    host = begin(FAMILY, environment={"CARRIED": "deaf"}, lost_after_s=9 * NEVER_S)
     processes = family(host)
-    host.link.say(EndAgent(1.0))
+    host.link.say(EndAgent(NEVER_S))
+    host.hears()
+    host.looks_again(processes[0])
+    assert not gone(processes, 0)
+    host.later(NEVER_S)
     host.wait()
     assert host.link.code == -signal.SIGKILL
-    assert gone(processes, 0.5)
+    assert gone(processes)
 
 
 def test_a_launcher_that_is_gone_ends_everything(begin: Any) -> None:
     host = begin(FAMILY)
     processes = family(host)
     host.link.hang_up()
-    assert gone(processes, 6)
+    assert gone(processes)
 
 
 def test_a_launcher_that_is_silent_is_taken_for_gone(begin: Any) -> None:
-    host = begin(FAMILY, lost_after_s=1.5)
+    host = begin(FAMILY)
     processes = family(host)
-    for _ in range(12):  # signs of life, for longer than the limit
-        time.sleep(0.2)
+    for k in range(1, 4):  # signs of life, for longer than the limit
+        host.later(0.6 * k * NEVER_S)
+        host.looks_again(processes[0])
         host.link.ping()
+        host.hears()
     assert not gone(processes, 0)
-    assert gone(processes, 8)
+    host.later(3 * NEVER_S)
+    assert gone(processes)
 
 
 def test_a_launcher_that_has_said_so_may_be_silent(begin: Any) -> None:
-    host = begin(FAMILY, lost_after_s=2.0)
+    host = begin(FAMILY)
     processes = family(host)
     host.link.say(PauseHost(True))
-    time.sleep(3.0)
+    host.hears()
+    host.later(2 * NEVER_S)
+    host.looks_again(processes[0])
     assert not gone(processes, 0)
     host.link.say(PauseHost(False))
-    time.sleep(0.5)
+    host.hears()
+    host.looks_again(processes[0])
     assert not gone(processes, 0), "it counts from there"
-    assert gone(processes, 8)
+    host.later(4 * NEVER_S)
+    assert gone(processes)
 
 
 def test_a_launcher_that_pauses_may_be_killed(begin: Any) -> None:
     host = begin(FAMILY)
     processes = family(host)
     host.link.say(PauseHost(True))
-    time.sleep(0.3)
+    host.hears()
     host.link.hang_up()
-    assert gone(processes, 6)
+    assert gone(processes)
 
 
 def test_another_signal_is_passed_on(begin: Any) -> None:
     host = begin(
-        "import signal, sys, time\nsignal.signal(10, lambda *_: sys.exit(8))\nprint(1, flush=True)\ntime.sleep(99)"
+        "import signal, sys, time\nsignal.signal(10, lambda *_: sys.exit(8))\nprint(1, flush=True)\ntime.sleep(3600)"
     )
     host.wait(lambda: host.out["stdout"])
-    host.link.say(EndAgent(20.0, 10))
+    host.link.say(EndAgent(LIMIT_S, 10))
     host.wait()
     assert host.link.code == 8
 
@@ -210,7 +252,7 @@ os.mkdir(folder)
 kept = guard.Guard("0123", folder)
 kept.know([])
 print("up", flush=True)
-time.sleep(99)
+time.sleep(3600)
 """
 
 
@@ -226,7 +268,7 @@ def test_the_guard_of_an_agent_that_is_killed_has_time_to_tidy(begin: Any, tmp_p
 def test_a_client_that_leaves_somebody_with_its_pipes_is_closed_all_the_same(begin: Any) -> None:
     host = begin("print('mine')", before="(sleep 99.125 &)")
     # The shell's grandchild holds stdout and stderr for ever, as a master connection of ssh does.
-    host.wait(limit_s=LIMIT_S)
+    host.wait()
     assert (host.out["stdout"], host.link.code) == (b"mine\n", 0)
     left = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "99.125"]]
     for process in left:
@@ -235,12 +277,12 @@ def test_a_client_that_leaves_somebody_with_its_pipes_is_closed_all_the_same(beg
 
 
 def test_a_supervisor_that_is_killed_ends_its_agent(begin: Any) -> None:
-    host = begin("import time; print(1, flush=True); time.sleep(99)")
+    host = begin("import time; print(1, flush=True); time.sleep(3600)")
     host.wait(lambda: host.out["stdout"])
     started = host.link.last(AgentStarted)
     agent = psutil.Process(started.agent)
     os.kill(started.supervisor, signal.SIGKILL)
-    assert gone([agent], 5)
+    assert gone([agent])
     host.wait()
     assert host.link.code is None, "nobody told how the agent ended: the connection was lost"
 

@@ -376,7 +376,7 @@ LEAVES = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from guozhuang import world
-me = world.init(timeout_s=30)
+me = world.init(timeout_s=150)
 dist.barrier()
 how = sys.argv[1]
 if me.rank == 1:

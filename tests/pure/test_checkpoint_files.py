@@ -12,7 +12,6 @@ import random
 import shutil
 import subprocess
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from guozhuang.checkpoint.saver import Board, Saver
 from guozhuang.checkpoint.state import Flat
 from guozhuang.checkpoint.tree import flatten, unflatten
 from guozhuang.errors import CheckpointError, UsageError
+from tests.waiting import LIMIT_S
 
 TENSORS = {
     "shared/w": torch.arange(12, dtype=torch.float32).reshape(3, 4),

@@ -160,7 +160,7 @@ def test_a_silent_service_ends_in_time() -> None:
 def test_a_store_that_comes_late_is_reached() -> None:
     port, kept = free_port(), []
     timer = threading.Timer(
-        0.4, lambda: kept.append(stores.serve(socket.create_server(("127.0.0.1", port)), timeout_s=10))
+        0.4, lambda: kept.append(stores.serve(socket.create_server(("127.0.0.1", port)), timeout_s=LIMIT_S))
     )
     timer.start()
     store, host = stores.reach(MeetingPoint("localhost", port), 1, 10, "there")
