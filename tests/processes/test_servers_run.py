@@ -58,7 +58,8 @@ def test_an_error_of_a_rank_ends_the_others_where_they_serve(tmp_path: Path) -> 
             "    if step == 3 and world.rank == 1:\n        raise ValueError('mine')\n    if step == 3:",
         ),
     )
-    done = guozhuang("run", "-np", 3, "--hang-timeout", "off", script, 0, 8, folder=tmp_path, timeout_s=START_S)
+    options = ("--hang-timeout", "off")
+    done = guozhuang("run", "-np", 3, *options, script, 0, 8, folder=tmp_path, timeout_s=START_S, forks_ranks=False)
     assert done.returncode == 1 and "ValueError: mine" in done.stderr, done
     assert "rank 1 (process" in done.stderr and "this rank was waiting for the sum of step 4" in done.stderr, done
 
@@ -66,7 +67,9 @@ def test_an_error_of_a_rank_ends_the_others_where_they_serve(tmp_path: Path) -> 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Launched]:
     script = write(tmp_path, SCRIPT)
-    with Launched("run", "-np", 2, "--servers", 2, script, 2, 1_000_000_000, folder=tmp_path) as launched:
+    with Launched(
+        "run", "-np", 2, "--servers", 2, script, 2, 1_000_000_000, folder=tmp_path, forks_ranks=False
+    ) as launched:
         launched.until(lambda: launched.printed.count("under way") == 2)
         yield launched
 
