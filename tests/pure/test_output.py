@@ -9,6 +9,7 @@ import os
 import pty
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from guozhuang.launch.options.arguments import read
 from guozhuang.launch.request import Request
 from guozhuang.launch.signals import SignalledError
 from tests.ranks import free_port
-from tests.waiting import LIMIT_S, until
+from tests.waiting import EXPIRES_S, LIMIT_S, until
 
 
 class Reader:
@@ -66,6 +67,43 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
             os.close(end)
 
 
+@pytest.fixture(autouse=True)
+def what_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit for what ranks have printed is reached because the machine is slow."""
+    monkeypatch.setattr(output, "_CATCH_UP_S", LIMIT_S)
+    monkeypatch.setattr(output, "_DRAIN_S", LIMIT_S)
+
+
+def is_in(function: Callable[..., object], thread: threading.Thread) -> bool:
+    """Whether a thread is inside a function."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextlib.contextmanager
+def interrupted_once(comes: Callable[[], bool]) -> Iterator[None]:
+    """The main thread is interrupted, as by Ctrl-C, as soon as ``comes()``."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def kill() -> None:
+        until(comes)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        killer.join()
+        signal.signal(signal.SIGALRM, handler)
+
+
 def write(path: str, data: bytes) -> None:
     with open(path, "wb", buffering=0) as pipe:
         pipe.write(data)
@@ -85,12 +123,12 @@ def test_what_the_launcher_says_stands_above_a_bar(reader: Reader, tmp_path: Pat
     assert reader.read(b"50%") == b"\r[0]  50%"
     out.say("rank 1 failed\nand more")
     assert reader.read(b" 50%") == b"\r\x1b[Jguozhuang run: rank 1 failed\nand more\n[0]  50%"
-    out.close(5)
+    out.close(LIMIT_S)
 
 
 def test_after_the_end_the_launcher_speaks_directly(reader: Reader, capsys: pytest.CaptureFixture[str]) -> None:
     out = Output()
-    out.close(5)
+    out.close(LIMIT_S)
     out.say("so it ended")
     assert capsys.readouterr().err == "guozhuang run: so it ended\n"
 
@@ -105,7 +143,7 @@ def test_all_that_a_rank_wrote_is_caught_up(tmp_path: Path) -> None:
     write(str(tmp_path / "pipe"), b"".join(b"line %d\n" % number for number in range(300)))
     out.catch_up()
     assert [line for _, line in out.traces[1].lines][-1] == "line 299"
-    out.close(5)
+    out.close(LIMIT_S)
 
 
 def _small_reads(stream: Stream) -> Callable[[], bool]:
@@ -126,7 +164,7 @@ def test_a_reader_that_takes_nothing_stops_no_agent(reader: Reader, tmp_path: Pa
     out.begin([0, 1])
     for place in pipes_of_two(out, tmp_path):
         write(place, b"first\n" * 5000 + b"last\n")
-    time.sleep(0.1)  # the thread stands before the full pipe
+    until(lambda: is_in(Output._wait_for_room, out._thread))  # the thread stands before the full pipe
     out.catch_up()
     assert [trace.lines[-1][1] for trace in out.traces.values()] == ["last", "last"]
     out.say("all ranks are started anew")
@@ -134,23 +172,19 @@ def test_a_reader_that_takes_nothing_stops_no_agent(reader: Reader, tmp_path: Pa
     shown = reader.read(b"anew\n")
     assert shown.count(b"[0] first\n") == shown.count(b"[1] first\n") == 5000
     assert shown.count(b"last\n") == 2 and shown.endswith(b"guozhuang run: all ranks are started anew\n")
-    out.close(5)
+    out.close(LIMIT_S)
 
 
-def test_who_was_interrupted_while_closing_does_not_wait_again(reader: Reader, tmp_path: Path) -> None:
+def test_who_was_interrupted_while_closing_does_not_wait_again(
+    reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "_CATCH_UP_S", EXPIRES_S)
     out = Output()
     out.begin([0])
     reader.fill()
     write(out.pipes(0, str(tmp_path)).stdout, b"hello\n")
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_once(lambda: out._ending):
         out.close()
-    signal.signal(signal.SIGALRM, handler)
     out.close()
     assert reader.read(b"hello\n").endswith(b"[0] hello\n")
     out._thread.join(LIMIT_S)
@@ -161,13 +195,19 @@ def test_a_signal_ends_an_elastic_run_whose_output_nobody_takes(
 ) -> None:
     for name in (guard.VARIABLE, torchrun._NOT_SHARED):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(node_run, "_OUTPUT_S", 0.1)
+    monkeypatch.setattr(node_run, "_OUTPUT_S", EXPIRES_S)
     words = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", __file__]
     run = torchrun.TorchElasticRun(options.plan(read(words), {}), Request())
 
+    def kill() -> None:
+        until(lambda: run._output._ending)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    killer = threading.Thread(target=kill)
+
     def succeed(*_: object) -> None:
         run._output.say("all is well")
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        killer.start()
 
     monkeypatch.setattr(torchrun, "elastic_launch", lambda *_: succeed)
     reader.fill()
@@ -180,6 +220,7 @@ def test_a_signal_ends_an_elastic_run_whose_output_nobody_takes(
         with contextlib.closing(run), pytest.raises(SignalledError, match="SIGTERM"):
             run.run()
     finally:
+        killer.join()
         signal.signal(signal.SIGTERM, before)
     assert reader.read(b"well\n").endswith(b"guozhuang run: all is well\n")
     run._output._thread.join(LIMIT_S)
@@ -204,7 +245,7 @@ def test_an_interrupted_restart_loses_nothing(reader: Reader, tmp_path: Path, mo
             out._drain()
         for place in places:
             write(place, b"finished")
-    out.close(5)
+    out.close(LIMIT_S)
     assert sorted(reader.read(b"[1] unfinished\n").splitlines()) == [b"[0] unfinished", b"[1] unfinished"]
     assert not out._thread.is_alive()
 
@@ -233,7 +274,7 @@ def test_a_screen_that_fails_ends_no_thread(reader: Reader, tmp_path: Path, monk
     for place in places:
         write(place, b"one\n")
         write(place, b"two\n" * (1 << 18))  # more than a pipe holds
-    out.close(20)
+    out.close(LIMIT_S)
     assert not out._thread.is_alive()
     assert all(list(trace.lines)[-1][1] == "two" for trace in out.traces.values()), "they are kept for the report"
 
@@ -286,7 +327,7 @@ def test_a_disk_that_does_not_answer_holds_no_rank_up(
     until(lambda: took(b"") and out._copies._num_waiting_bytes == 0)
     write(place, b"again\n")
     until(lambda: took(b"again\n"))
-    out.close(10)
+    out.close(LIMIT_S)
     os.close(disk)
     before, _, after = taken.partition(b"\n--- ")
     assert len(before) > 1 << 19 and written.startswith(before)
@@ -351,21 +392,15 @@ def test_the_end_of_the_output_waits_for_the_disk(
 ) -> None:
     monkeypatch.setattr(output, "_CATCH_UP_S", 0.01)
     out = Output()
-    out._copies.submit(lambda: time.sleep(0.1), 5)
-    assert out.end(5)
+    main = threading.main_thread()
+    out._copies.submit(lambda: until(lambda: is_in(copies.Copies.close, main)), 5)  # type: ignore[arg-type]
+    assert out.end(LIMIT_S)
     out.close(None)
     assert out._copies._num_waiting_bytes == 0 and not capfd.readouterr().err
     out, go = Output(), threading.Event()
     out._copies.submit(go.wait, 5)  # type: ignore[arg-type]
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_once(lambda: is_in(copies.Copies.close, main)):
         out.close()
-    signal.signal(signal.SIGALRM, handler)
     out.close(0.01)
     assert "the last 5 bytes that ranks printed are not written" in capfd.readouterr().err
     go.set()
@@ -412,7 +447,7 @@ def test_ctrl_c_shows_no_traceback_of_an_import_of_torch(reader: Reader, tmp_pat
     out.interrupted()
     write(places[0], IMPORTING)
     write(places[1], b"ished\n" + TRAINING + b"end")
-    out.close(5)
+    out.close(LIMIT_S)
     shown = [line.removeprefix(b"[1] ") for line in reader.read(b"end\n").splitlines()]
     assert shown == [b"before", b"unfin", b"ished", *TRAINING.splitlines(), b"end"]
     assert [text for _, text in out.traces[0].lines][-1] == "KeyboardInterrupt", "it is kept"
@@ -443,8 +478,8 @@ def test_a_process_whose_rank_changes(tmp_path: Path, capfd: pytest.CaptureFixtu
         out.finish(number)
     out.finish(0)
     assert [text for _, text in out.traces[0].lines] == ["one", "two", "three", "unfinished"]
-    assert out.end(10.0)
-    out.close(10.0)
+    assert out.end(LIMIT_S)
+    out.close(LIMIT_S)
     assert (tmp_path / "rank.1" / "stdout").read_text() == "one\ntwo\n"
     assert (tmp_path / "rank.0" / "stdout").read_text() == "three\n"
     assert (tmp_path / "rank.0" / "stderr").read_text() == "unfinished"

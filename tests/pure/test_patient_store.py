@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from guozhuang.errors import PeerLost
 from guozhuang.exchange.parameter_server import protocol
 from guozhuang.net.client import Client, PatientStore
-from tests.waiting import LIMIT_S, NEVER_S
+from tests.waiting import EXPIRES_S, LIMIT_S, NEVER_S, until
 
 
 class Deaf(dist.Store):
@@ -23,10 +23,11 @@ class Deaf(dist.Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self.go = threading.Event()
+        self.go, self.asked = threading.Event(), threading.Event()
 
     def check(self, keys: list[str]) -> bool:
-        self.go.wait(LIMIT_S)
+        self.asked.set()
+        assert self.go.wait(LIMIT_S), "nobody waits so long for an answer"
         return True
 
 
@@ -39,27 +40,27 @@ class Falling(dist.Store):
         self.go.set()
 
     def set(self, key: str, value: str) -> None:
-        self.go.wait(LIMIT_S)
+        assert self.go.wait(LIMIT_S), "nobody waits so long for an answer"
         self.inner.set(key, value)
 
     def get(self, key: str) -> bytes:
-        self.go.wait(LIMIT_S)
+        assert self.go.wait(LIMIT_S), "nobody waits so long for an answer"
         return self.inner.get(key)
 
     def add(self, key: str, value: int) -> int:
-        self.go.wait(LIMIT_S)
+        assert self.go.wait(LIMIT_S), "nobody waits so long for an answer"
         return self.inner.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        self.go.wait(LIMIT_S)
+        assert self.go.wait(LIMIT_S), "nobody waits so long for an answer"
         return self.inner.check(keys)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-        self.go.wait(LIMIT_S)
+        assert self.go.wait(LIMIT_S), "nobody waits so long for an answer"
         self.inner.wait(keys, timeout or datetime.timedelta(seconds=NEVER_S))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self.go.wait(LIMIT_S)
+        assert self.go.wait(LIMIT_S), "nobody waits so long for an answer"
         return self.inner.compare_set(key, expected, desired)
 
 
@@ -71,13 +72,13 @@ def deaf() -> Iterator[Deaf]:
 
 
 def test_no_answer_is_an_error_and_then_at_once(deaf: Deaf) -> None:
-    store = PatientStore(deaf, client=Client(1.5))
+    store = PatientStore(deaf, client=Client(EXPIRES_S))
     with pytest.raises(dist.DistNetworkError, match="has not answered"):
         store.check(["a"])
-    begin = time.monotonic()
+    store._client.limit_s = NEVER_S
     with pytest.raises(dist.DistNetworkError, match="has not answered"):
         store.within("part").check(["a"])
-    assert time.monotonic() - begin < 1.4 and "has not answered" in store.lost
+    assert "has not answered" in store.lost
     store.close()
 
 
@@ -86,12 +87,19 @@ def test_a_signal_gets_through(deaf: Deaf) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, told)
-    store = PatientStore(deaf)
+    store = PatientStore(deaf, client=Client(NEVER_S))
+
+    def kill() -> None:
+        assert deaf.asked.wait(LIMIT_S)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
             store.check(["a"])
     finally:
+        killer.join()
         signal.signal(signal.SIGALRM, before)
         deaf.go.set()
         store.close()
@@ -111,11 +119,11 @@ def test_who_is_about_to_end_waits_less(deaf: Deaf) -> None:
 def test_parts_and_keys_that_come_later() -> None:
     whole = PatientStore(dist.HashStore())
     part = whole.within("agents").within("1")
-    threading.Timer(0.2, part.set, ("late", "x")).start()
+    part.while_waiting = lambda: part.set("late", "x")
     assert part.get("late") == b"x" == whole.get("agents/1/late")
     assert part.add("n", 2) == 2 and part.add("n", 1) == 3
     with pytest.raises(dist.DistStoreError, match="never"):
-        part.wait(["never"], datetime.timedelta(seconds=0.1))
+        part.wait(["never"], datetime.timedelta(seconds=EXPIRES_S))
 
     def look() -> None:
         raise LookupError
@@ -127,9 +135,9 @@ def test_parts_and_keys_that_come_later() -> None:
 
 
 def test_a_worker_raises_though_the_store_of_the_parameter_servers_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(protocol, "_ANSWER_S", EXPIRES_S)
     store = Falling()
-    group = protocol.join(store, 0, 1, 0, 10.0)
+    group = protocol.join(store, 0, 1, 0, NEVER_S)
     store.go.clear()
     try:
         error = group.error_of(0, "the sum of step 3", RuntimeError("Connection closed by peer"))
@@ -137,11 +145,13 @@ def test_a_worker_raises_though_the_store_of_the_parameter_servers_is_silent(mon
         group.abort(0, "rank 0 ended")
     finally:
         store.go.set()
-    deadline = time.monotonic() + LIMIT_S
-    while (
-        not store.inner.check(["failure"]) and time.monotonic() < deadline
-    ):  # the store answers again, and is asked again
+    group.store._client.limit_s = NEVER_S
+
+    def is_asked() -> bool:
         group.abort(0, "rank 0 ended")
+        return store.inner.check(["failure"])
+
+    until(is_asked)  # the store answers again, and is asked again
     again = group.error_of(0, "the sum of step 3", RuntimeError("Connection closed by peer"))
     assert "rank 0 ended; this rank was waiting for the sum of step 3" in str(again)
     group.close()

@@ -11,14 +11,14 @@ import pytest
 
 from guozhuang import cli
 from guozhuang.launch.console.say import say
-from tests.waiting import LIMIT_S
+from tests.waiting import EXPIRES_S, LIMIT_S
 
 SAY = Path(say.__code__.co_filename)
 
 
 def test_it_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     say("one\ntwo")
-    say("three", "guozhuang", within_s=1)
+    say("three", "guozhuang", within_s=LIMIT_S)
     assert capsys.readouterr().err == "guozhuang run: one\ntwo\nguozhuang: three\n"
 
 
@@ -50,7 +50,7 @@ def test_a_reader_that_has_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyP
         os.set_blocking(writing, True)
     with os.fdopen(writing, "w") as full:
         monkeypatch.setattr(sys, "stderr", full)
-        say("x", within_s=0.1)
+        say("x", within_s=EXPIRES_S)
     os.close(reading)
 
 
