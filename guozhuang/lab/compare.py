@@ -34,7 +34,7 @@ from guozhuang.lab.results import (
 )
 from guozhuang.lab.runs import WHERE_TO_LOOK, Runs, ended_by_signals
 from guozhuang.lab.unfinished import FinishedRun, Unfinished, alone_in
-from guozhuang.lab.verdict import SETTLED, judge, settled, short
+from guozhuang.lab.verdict import SETTLED, judge, restless, short, undecided
 from guozhuang.lab.worker import RunSpec
 from guozhuang.world.machine import describe, usable_cores
 
@@ -246,19 +246,17 @@ def _measure(
 ) -> tuple[tuple[StrategyRow, ...], tuple[str, ...]]:
     """Execute all runs that are not finished; return a row per strategy, and notes for the reader of the report."""
     found = _Found({name: [] for name in plan.names})
+    names = set(plan.names)
     for number in range(1, plan.settings.num_rounds + 1):
         for contender in plan.turn(number):
-            if contender.name not in found.failures:
+            if contender.name in names and contender.name not in found.failures:
                 _run_once(plan, contender, number, found, unfinished, runs, reporter)
         if number == 1:
             _compare_weights(plan, found, unfinished)
-        if plan.may_stop_early and FEWEST_ROUNDS <= number < plan.settings.num_rounds and _is_settled(plan, found):
-            reporter.skip(lambda run: run.part != plan.part(0))
-            found.notes.append(
-                f"{number} rounds were enough: no strategy's differ by more than {units.percent(SETTLED)}, and the fastest is "
-                f"further than that ahead of the next. --rounds {plan.settings.num_rounds} makes one more."
-            )
-            break
+        if plan.may_stop_early and FEWEST_ROUNDS <= number < plan.settings.num_rounds:
+            names = _undecided(plan, found, number)
+            done = {name for name in plan.names if name not in names}
+            reporter.skip(lambda run, done=done: run.part != plan.part(0) and run.name in done)  # type: ignore[misc]
     if plan.timeline is not None:
         for contender in plan.contenders:
             if contender.name not in found.failures:
@@ -270,11 +268,29 @@ def _measure(
     return tuple(_row(plan, one, found) for one in plan.contenders), tuple(found.notes)
 
 
-def _is_settled(plan: ComparisonPlan, found: _Found) -> bool:
+def _undecided(plan: ComparisonPlan, found: _Found, number: int) -> set[str]:
+    """Return the strategies that need a round after this one, and note why others need none."""
     speeds = {
         name: [each.samples_per_s for each in found.rounds[name]] for name in plan.names if name not in found.failures
     }
-    return settled(speeds, [one.name for one in plan.contenders if one.entry.trains])
+    names, busy = undecided(speeds, [one.name for one in plan.contenders if one.entry.trains]), restless(speeds)
+    more = f"--rounds {plan.settings.num_rounds} makes one more."
+    if busy:
+        worst = max(busy, key=lambda name: busy[name])
+        found.notes.append(
+            f"{number} rounds were made: those of {worst} differ by {units.times(busy[worst])}, so that one more would not "
+            f"settle which strategy is faster on this machine now. {more}"
+        )
+        return set()
+    if not names:
+        found.notes.append(
+            f"{number} rounds were enough: no strategy's differ by more than {units.percent(SETTLED)}, and the fastest is "
+            f"further than that ahead of the next. {more}"
+        )
+    elif names < speeds.keys():
+        others = units.listed(name for name in speeds if name not in names)
+        found.notes.append(f"{number} rounds were enough for {others}: another one would not change the verdict.")
+    return names
 
 
 def _run_once(

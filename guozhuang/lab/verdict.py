@@ -12,8 +12,9 @@ The rules depend on the results alone:
    :data:`TIE` apart (with one round there are no ranges: less than :data:`TIE_OF_ONE_ROUND`). Of tied strategies, the simplest
    is chosen. The headline says that it is a tie. It calls a strategy the fastest only if no round of another one was as fast as
    the slowest of its own.
-4. If the number of rounds was left open, two rounds are enough if the rounds of no strategy differ by more than
-   :data:`SETTLED`, and no other strategy that trains is that close to the fastest: a third round would not change rule 3.
+4. If the number of rounds was left open, a strategy gets a third round only where that could change rule 3: its two rounds
+   differ by more than :data:`SETTLED`, or it is that close to another one at the top. Where the rounds of a strategy differ by
+   more than the factor :data:`RESTLESS`, no strategy gets one: the machine is busy otherwise, and a third would not tell.
 """
 
 from __future__ import annotations
@@ -92,17 +93,23 @@ def judge(results: Results) -> Verdict:
     )
 
 
-def settled(speeds: Mapping[str, Sequence[float]], training: Collection[str]) -> bool:
-    """Return whether the rounds so far are enough, by rule 4 in the docstring of this module.
+def undecided(speeds: Mapping[str, Sequence[float]], training: Collection[str]) -> set[str]:
+    """Return the strategies of which another round could change the verdict, by rule 4 in the docstring of this module.
 
     Args:
         speeds: samples/s of each round, by strategy; only strategies that have not failed.
         training: the names of the strategies that train.
     """
-    if any(max(each) > (1 + SETTLED) * min(each) for each in speeds.values()):
-        return False
-    medians = sorted((statistics.median(each) for name, each in speeds.items() if name in training), reverse=True)
-    return len(medians) < 2 or medians[0] > (1 + SETTLED) * medians[1]
+    names = {name for name, each in speeds.items() if max(each) > (1 + SETTLED) * min(each)}
+    medians = {name: statistics.median(each) for name, each in speeds.items() if name in training}
+    near = {name for name, median in medians.items() if max(medians.values()) <= (1 + SETTLED) * median}
+    return names | (near if len(near) > 1 else set())
+
+
+def restless(speeds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the strategies whose rounds differ so much that other programs kept the machine busy, and by which factor."""
+    ratios = {name: max(each) / min(each) for name, each in speeds.items() if each and min(each) > 0}
+    return {name: ratio for name, ratio in ratios.items() if ratio > RESTLESS}
 
 
 def how(results: Results, row: StrategyRow) -> tuple[str, ...]:
@@ -280,13 +287,12 @@ def _cautions(results: Results, chosen: StrategyRow | None, candidates: Sequence
             )
     found += _far(results)
     found += _waits(results)
-    restless = {row.name: row.fastest / row.slowest for row in results.rows if row.ok}
-    restless = {name: ratio for name, ratio in restless.items() if ratio > RESTLESS}
-    if restless:
-        most = max(restless, key=lambda name: restless[name])
-        whose = f"those of {most}" if len(restless) == 1 else f"of {units.listed(restless)}, most those of {most}"
+    busy = restless({row.name: (row.slowest, row.fastest) for row in results.rows if row.ok})
+    if busy:
+        most = max(busy, key=lambda name: busy[name])
+        whose = f"those of {most}" if len(busy) == 1 else f"of {units.listed(busy)}, most those of {most}"
         found.append(
-            f"The machine was not quiet: rounds differ, {whose}, by {units.times(restless[most])}. "
+            f"The machine was not quiet: rounds differ, {whose}, by {units.times(busy[most])}. "
             "Run it again when nothing else computes, with more --steps."
         )
     if results.settings.num_rounds == 1:

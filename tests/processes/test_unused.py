@@ -258,15 +258,18 @@ def misses_alone(rank, world_size, who, buffers, setup):
     if setup == "tcp":
         import guozhuang
 
-        guozhuang.init(timeout_s=LIMIT_S)
+        guozhuang.init(timeout_s=NEVER_S)
     bare: nn.Module = Branches()
     if buffers:
         bare.register_buffer("counter", torch.zeros(1))
-    ddp = DistributedDataParallel(bare)
+    ddp, store = DistributedDataParallel(bare), store_of(dist.group.WORLD)
     for step in range(2):
         ddp(batch(rank, step)).pow(2).mean().backward()
     ddp(batch(rank, 2), use="012" if rank == who else "0123").pow(2).mean().backward()
-    time.sleep(0.2 * (rank == who))
+    if rank == who:
+        store.wait(["goes on"], datetime.timedelta(seconds=LIMIT_S))
+    else:
+        store.set("goes on", "")
     for step in range(20):
         ddp(batch(rank, 3 + step)).pow(2).mean().backward()
 
@@ -283,8 +286,8 @@ def misses_alone(rank, world_size, who, buffers, setup):
     ],
 )
 def test_one_rank_missed_and_exits(who, buffers, setup):
-    # Half the time-out of the group; a rank that is not through by then has no exit code and no exception.
-    limits: dict[str, Any] = {"timeout_s": 15.0, "group_timeout_s": 30.0, "collect_errors": True}
+    # Nobody waits for the time-out of the group: such a rank would have no exit code and no exception.
+    limits: dict[str, Any] = {"group_timeout_s": NEVER_S, "collect_errors": True}
     outcomes = run_ranks(misses_alone, 2, who, buffers, setup, init=setup == "file", **limits)
     assert all(isinstance(o, RankError) for o in outcomes)
     assert outcomes[who].type_name == "UnusedParameterError"
@@ -311,7 +314,7 @@ def freezes_alone(rank, world_size, who):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_rank_freezes_a_parameter(who):
-    outcomes = run_ranks(freezes_alone, 2, who, collect_errors=True, timeout_s=LIMIT_S, group_timeout_s=1.5)
+    outcomes = run_ranks(freezes_alone, 2, who, collect_errors=True, group_timeout_s=NEVER_S)
     assert all(isinstance(o, RankError) and o.exit_code == 1 for o in outcomes), outcomes
     assert outcomes[who].type_name in ("MismatchError", "WorldError")
     assert "branches.2.weight" in outcomes[who].message
@@ -327,7 +330,7 @@ def freezes_differently(rank, world_size):
 
 
 def test_ranks_freeze_different_parameters():
-    for outcome in run_ranks(freezes_differently, 2, collect_errors=True, group_timeout_s=10.0):
+    for outcome in run_ranks(freezes_differently, 2, collect_errors=True):
         assert outcome.type_name == "MismatchError", outcome
         assert "branches.0.weight" in outcome.message and "rank" in outcome.message
 
@@ -364,4 +367,4 @@ def batch_norm_between(rank, world_size):
 
 
 def test_synchronized_batch_norm_with_different_parameters_per_rank():
-    run_ranks(batch_norm_between, 2, group_timeout_s=10.0)
+    run_ranks(batch_norm_between, 2)

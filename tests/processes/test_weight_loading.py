@@ -213,7 +213,7 @@ def case_loads_leave_no_groups_and_threads_behind(rank: int, size: int) -> None:
         ddp.use_weight_exchange(exchange, optimizer)
         train(ddp, optimizer, rank, range(2))
         ddp.agree()
-        before = counted(settle_s=0.1)
+        before = settled()
         for k in range(3):
             ddp.module.load_state_dict({name: torch.full_like(p, k + rank) for name, p in made().named_parameters()})
             ddp.agree()
@@ -221,15 +221,23 @@ def case_loads_leave_no_groups_and_threads_behind(rank: int, size: int) -> None:
             train(ddp, optimizer, rank, range(2 + rank % 2 * (not exchange.in_step)))  # and leaves something under way
         ddp.agree()
         deadline_s = time.monotonic() + LIMIT_S
-        while more := [a - b for a, b in zip(counted(settle_s=0.02), before, strict=True) if a > b]:
+        while more := [a - b for a, b in zip(counted(), before, strict=True) if a > b]:
             assert time.monotonic() < deadline_s, (exchange, more)
         assert_equal_everywhere(flat(ddp))
 
 
-def counted(settle_s: float) -> tuple[int, int, int]:
-    """Process groups, threads of exchanges and sockets of this process, once what was ended has gone."""
+def settled() -> tuple[int, int, int]:
+    """What ``counted`` finds twice in a row."""
+    last, now = None, counted()
+    while now != last:
+        time.sleep(0.1)
+        last, now = now, counted()
+    return now
+
+
+def counted() -> tuple[int, int, int]:
+    """Process groups, threads of exchanges and sockets of this process."""
     gc.collect()
-    time.sleep(settle_s)
     threads = sum(each.name.startswith("guozhuang") for each in threading.enumerate())
     sockets = 0
     for fd in os.listdir("/proc/self/fd"):

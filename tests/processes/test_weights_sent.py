@@ -30,7 +30,7 @@ from tests.processes.cases import assert_equal_across_ranks, mlp, sent_in, sent_
 from tests.ranks import RankError, run_ranks
 from tests.threads.test_async_average import wait_for_the_round
 from tests.threads.twins import initial, members, named, push
-from tests.waiting import LIMIT_S
+from tests.waiting import EXPIRES_S, NEVER_S
 
 KERNEL = pytest.mark.skipif(sys.platform != "linux", reason="reads what the Linux kernel tells")
 
@@ -141,6 +141,7 @@ def misses_one(rank: int, size: int) -> list[str]:
         while not store.check(["noticed"]):
             time.sleep(0.05)
         return []
+    expires_soon()
     texts = []
     for exchange, state in prepared:
         with pytest.raises(WorldError) as caught:
@@ -154,33 +155,34 @@ def misses_one(rank: int, size: int) -> list[str]:
 
 @pytest.mark.slow
 def test_who_did_not_come_is_named() -> None:
-    found = run_ranks(misses_one, 2, group_timeout_s=2.0)[0]
+    found = run_ranks(misses_one, 2)[0]
     for text, who in zip(found, WAITING, strict=True):
         assert "[rank 0]" in text and who in text, text
 
 
-def one_is_killed(rank: int, size: int) -> tuple[float, str]:
+def one_is_killed(rank: int, size: int) -> str:
     exchange, weights = AsyncModelAverage(interval_ms=1), initial()
     state = exchange.prepare(list(weights.items()), dist.group.WORLD)
     dist.barrier()  # all have connected
     push(exchange, state, weights, rank, range(3))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    killed_s = time.monotonic()
+    step = 3
     with pytest.raises(WorldError) as caught:
-        for step in range(3, 2000):
+        while True:
             push(exchange, state, weights, rank, [step])
+            step += 1
             time.sleep(0.002)
-    return time.monotonic() - killed_s, str(caught.value)
+    return str(caught.value)
 
 
 def test_a_dead_peer_is_raised_at_a_step() -> None:
-    found = run_ranks(one_is_killed, 3, collect_errors=True, group_timeout_s=10.0)
+    # Nobody waits for the time-out of the group.
+    found = run_ranks(one_is_killed, 3, collect_errors=True, group_timeout_s=NEVER_S)
     assert isinstance(found[1], RankError)
     for rank in (0, 2):
         assert not isinstance(found[rank], RankError), found[rank]
-        took_s, text = found[rank]
-        assert took_s < 12.0 and f"[rank {rank}] averaging weights with the other ranks" in text, text
+        assert f"[rank {rank}] averaging weights with the other ranks" in found[rank], found[rank]
 
 
 def one_does_not_agree(rank: int, size: int) -> str:
@@ -192,6 +194,7 @@ def one_does_not_agree(rank: int, size: int) -> str:
         while not store.check(["noticed/0", "noticed/2"]):
             time.sleep(0.05)
         return ""
+    expires_soon()
     with pytest.raises(WorldError) as caught:
         exchange.agree(state)
     store.set(f"noticed/{rank}", "")
@@ -199,12 +202,12 @@ def one_does_not_agree(rank: int, size: int) -> str:
 
 
 def test_who_does_not_come_to_agree_is_named() -> None:
-    found = run_ranks(one_does_not_agree, 3, collect_errors=True, group_timeout_s=2.0)
+    found = run_ranks(one_does_not_agree, 3, collect_errors=True)
     for rank in (0, 2):
         assert not isinstance(found[rank], RankError), found[rank]
     # The other one may have heard of it when the first gave up.
     said = [found[rank] for rank in (0, 2)]
-    assert any("ranks [1] did not come to agree" in text and "limit 2 s" in text for text in said), found
+    assert any("ranks [1] did not come to agree" in text and f"limit {EXPIRES_S:g} s" in text for text in said), found
 
 
 def closes_with_a_round_under_way(rank: int, size: int) -> int:
@@ -218,7 +221,7 @@ def closes_with_a_round_under_way(rank: int, size: int) -> int:
 
 
 def test_closing_waits_for_nobody() -> None:
-    assert run_ranks(closes_with_a_round_under_way, 3, group_timeout_s=60.0, timeout_s=LIMIT_S) == [1, 0, 0]
+    assert run_ranks(closes_with_a_round_under_way, 3, group_timeout_s=NEVER_S) == [1, 0, 0]
 
 
 def steps_go_on_while_a_fragment_travels(rank: int, size: int) -> None:

@@ -199,13 +199,13 @@ def test_rank_0_has_the_state() -> None:
 
 
 def test_a_new_worker_that_is_slow_holds_nobody_up() -> None:
-    run, a, b, c = three(start_timeout_s=30.0)
+    run, a, b, c = three(start_timeout_s=70.0)
     run.end(c, 1)
     run.job.found({"a": 1, "b": 1, "c": 1, "d": 1})
     [d] = run.turn().start
     run.come(a, b)
-    assert not run.turn(20.0).announce
-    assert run.turn(20.0).announce == [a, b]
+    assert not run.turn(40.0).announce
+    assert run.turn(40.0).announce == [a, b]
     run.come(d)
     assert run.turn().changed == {"added"}
     run.come(a, b)

@@ -345,17 +345,17 @@ def test_what_changes_nothing_is_said() -> None:
 
 def test_the_driver_of_elastic_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     line = (
-        "-np 3 --min-np 2 --max-np 4 --host-discovery-script ./find --slots-per-host 2 --elastic-timeout 30 --reset-limit 5 "
-        f"--blacklist-cooldown-range 1 9 -p 22 -i {__file__} --output-filename out -prefix-timestamp --start-timeout 11 "
+        "-np 3 --min-np 2 --max-np 4 --host-discovery-script ./find --slots-per-host 2 --elastic-timeout 90 --reset-limit 5 "
+        f"--blacklist-cooldown-range 1 9 -p 22 -i {__file__} --output-filename out -prefix-timestamp --start-timeout 71 "
         "--verbose --network-interface e --cycle-time-ms 2"
     )
     found = arguments.parse([*line.split(), *PROGRAM])
     assert arguments.is_elastic(found)
     assert settings_of(found, {"MORE": "1"}) == ElasticSettings(
         command=tuple(PROGRAM), num_proc=3, min_np=2, max_np=4, slots_per_host=2, host_discovery_script="./find", hosts=None,
-        elastic_timeout_s=30.0, reset_limit=5, cooldown_range=(1, 9), ssh_port=22, ssh_identity_file=__file__,
-        env={"PYTHONUNBUFFERED": "1", "HOROVOD_START_TIMEOUT": "11", "HOROVOD_CYCLE_TIME": "2", "MORE": "1"},
-        output_filename="out", prefix_timestamp=True, start_timeout_s=11.0, verbose=True, network_interfaces=("e",),
+        elastic_timeout_s=90.0, reset_limit=5, cooldown_range=(1, 9), ssh_port=22, ssh_identity_file=__file__,
+        env={"PYTHONUNBUFFERED": "1", "HOROVOD_START_TIMEOUT": "71", "HOROVOD_CYCLE_TIME": "2", "MORE": "1"},
+        output_filename="out", prefix_timestamp=True, start_timeout_s=71.0, verbose=True, network_interfaces=("e",),
     )  # fmt: skip
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "77")
     found = arguments.parse(["--min-np", "2", "-H", "a:1,b", "--slots-per-host", "3", *PROGRAM])

@@ -25,7 +25,7 @@ def test_every_variable_is_read() -> None:
             "HOROVOD_TIMELINE_MARK_CYCLES": "0", "HOROVOD_STALL_CHECK_DISABLE": "no", "HOROVOD_STALL_CHECK_TIME_SECONDS": "5",
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.5", "HOROVOD_LOG_LEVEL": "DEBUG", "HOROVOD_AUTOTUNE": "2",
             "HOROVOD_AUTOTUNE_LOG": "a b.csv", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "1", "HOROVOD_ELASTIC": "1",
-            "HOROVOD_ELASTIC_TIMEOUT": "60", "HOROVOD_START_TIMEOUT": "30", "HOROVOD_HOSTNAME": "node-1", "HOROVOD_RANK": "3",
+            "HOROVOD_ELASTIC_TIMEOUT": "60", "HOROVOD_START_TIMEOUT": "70", "HOROVOD_HOSTNAME": "node-1", "HOROVOD_RANK": "3",
             "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2", "HOROVOD_CROSS_RANK": "1",
             "HOROVOD_CROSS_SIZE": "2", "HOROVOD_THREAD_AFFINITY": "0,1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "65535",
         }
@@ -34,7 +34,7 @@ def test_every_variable_is_read() -> None:
         fusion_threshold=0, cycle_time=2.5, cache_capacity=7, disable_group_fusion=True, dynamic_process_sets=True,
         timeline="DYNAMIC", timeline_mark_cycles=False, stall_check_disable=False, stall_check_time_seconds=5.0,
         stall_shutdown_time_seconds=0.5, log_level="debug", autotune=True, autotune_log="a b.csv",
-        autotune_gaussian_process_noise=1.0, elastic=True, elastic_timeout=60.0, start_timeout=30.0, hostname="node-1",
+        autotune_gaussian_process_noise=1.0, elastic=True, elastic_timeout=60.0, start_timeout=70.0, hostname="node-1",
         rank=3, size=4, local_rank=1, local_size=2, cross_rank=1, cross_size=2, thread_affinity="0,1",
         gloo_rendezvous_port=65535,
     )  # fmt: skip

@@ -7,7 +7,9 @@ import itertools
 import os
 import select
 import signal
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +20,7 @@ from guozhuang.launch.console.display import Display
 from guozhuang.launch.console.screen import Screen
 from guozhuang.launch.console.target import Target
 from guozhuang.launch.hosts.link import Link
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 
 FIRST, SECOND = Link("a", 0, False), Link("b", 1, False)
 
@@ -142,21 +144,41 @@ def test_who_is_told_to_end_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch)
     told: list[int] = []
     reading, writing = full_pipe()
     monkeypatch.setattr(hosts_output, "Target", lambda descriptor, **more: Target(writing, **more))
+    waits: list[bool] = []  # for each wait whether the signal had come before it
+
+    class Poll:
+        """Notes the waits for room."""
+
+        def __init__(self) -> None:
+            self._poll = select.poll()
+            self.register = self._poll.register
+
+        def poll(self, limit_ms: float) -> object:
+            if limit_ms > 0:
+                waits.append(bool(told))
+            return self._poll.poll(limit_ms)
+
+    def kill() -> None:
+        until(lambda: waits)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    monkeypatch.setattr(hosts_output, "select", SimpleNamespace(poll=Poll, POLLOUT=select.POLLOUT))
+    killer = threading.Thread(target=kill)
     shown = Display(is_over=lambda: bool(told))
     handler = signal.signal(signal.SIGALRM, lambda number, _: told.append(number))
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        begin = time.monotonic()
+        killer.start()
         for _ in range(100):
             shown.take(SECOND, "stdout", b"[1] hello\n" * 1000)
         shown.say("got SIGALRM")
-        assert told and time.monotonic() - begin < 20
+        assert told and sum(waits) <= 1, "it waited once at most after the signal"
         os.read(reading, 65536)
         shown.say("the reader takes something again")
         os.set_blocking(reading, False)
         rest = b"".join(iter(lambda: os.read(reading, 65536) if select.select([reading], [], [], 0)[0] else b"", b""))
         assert rest.strip(b"x") == b"guozhuang run: the reader takes something again\n"
     finally:
+        killer.join()
         signal.signal(signal.SIGALRM, handler)
         os.close(reading)
         os.close(writing)

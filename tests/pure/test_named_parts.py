@@ -317,11 +317,11 @@ def test_a_tensor_on_an_accelerator_on_one_rank_only() -> None:
 
 
 class SilentStore(dist.Store):
-    """A store whose keeper is gone, or takes long for each answer."""
+    """A store whose keeper is gone. It counts its answers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_gone, self.answer_s = False, 0.0
+        self.is_gone, self.num_answers = False, 0
         self.held: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
@@ -342,7 +342,7 @@ class SilentStore(dist.Store):
         return int(self.held[key])
 
     def _answer(self) -> None:
-        time.sleep(self.answer_s)
+        self.num_answers += 1
         if self.is_gone:
             raise RuntimeError("connection reset")
 
@@ -368,13 +368,23 @@ def test_words_need_no_new_thread_and_no_store_that_answers(monkeypatch: pytest.
 
 
 def test_the_reports_of_many_ranks_are_read_from_a_slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "_STORE_S", 0.3)  # the limit of one answer
+    """The limit is that of one answer: however slow the store is, many answers together may take longer."""
+    monkeypatch.setattr(stalls, "_STORE_S", LIMIT_S)
     size, store = 40, SilentStore()
     stores = [EngineStore(store, rank, size) for rank in range(size)]
     for rank in range(1, size):
         stores[rank].report(f"rank {rank} has shut down")
-    store.answer_s = 0.01
+    call, num_answers = stores[0]._client.call, list[int]()
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        before = store.num_answers
+        found = call(*arguments, **more)
+        num_answers.append(store.num_answers - before)
+        return found
+
+    stores[0]._notices._call = counted
     assert stores[0].reports() == {rank: f"rank {rank} has shut down" for rank in range(1, size)}
+    assert set(num_answers) == {1} and len(num_answers) > size
     for words in stores:
         words.close()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +17,7 @@ from guozhuang.net.end_request import EndRequest
 from guozhuang.net.meeting_point import MeetingPoint
 from guozhuang.watch.processes import ENDED_BY_SIGTERM
 from tests.ranks import free_port
-from tests.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S, NEVER_S, until
 
 
 @pytest.fixture
@@ -42,11 +40,18 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def fixed(meetings: list[FixedRendezvous], num_nodes: int, **more: Any) -> list[FixedRendezvous]:
     port = free_port()
     made = [
-        FixedRendezvous(MeetingPoint("127.0.0.1", port), node, num_nodes, "run", 10, **more)
+        FixedRendezvous(MeetingPoint("127.0.0.1", port), node, num_nodes, "run", NEVER_S, silence_s=NEVER_S, **more)
         for node in range(num_nodes)
     ]
     meetings += made
     return made
+
+
+def look_again(some: list[FixedRendezvous]) -> None:
+    """Their next look reads what the others have told, however soon it comes after the last one."""
+    for each in some:
+        assert each._others is not None
+        each._others._looked = float("-inf")
 
 
 def all_meet(pool: ThreadPoolExecutor, some: list[FixedRendezvous]) -> list[Attempt]:
@@ -66,7 +71,7 @@ def test_any_node_that_starts_its_ranks_anew_calls_the_others(
         until(each.must_restart)
     all_meet(pool, others)
     first.result(LIMIT_S)
-    time.sleep(0.05)
+    look_again(nodes)
     assert not any(each.must_restart() for each in nodes) and {each.attempt for each in nodes} == {1}
 
 
@@ -143,11 +148,10 @@ def test_a_key_of_another_agent_is_not_waited_for_when_that_one_is_gone() -> Non
     node = FixedRendezvous(MeetingPoint("127.0.0.1", 1), 1, 2, "run", 0.1)
     with pytest.raises(WorldError, match=r"the agent of node 0 did not remove the keys .* within 0\.1 s"):
         node._forget(store)
-    node._timeout_s, store.while_waiting = 60, gone
+    node._timeout_s, store.while_waiting = NEVER_S, gone
     with pytest.raises(OtherNodeError, match="node 0 is gone"):
         node._forget(store)
-    threading.Timer(0.05, store.set, ("forgotten", "1")).start()
-    store.while_waiting = lambda: None
+    store.while_waiting = lambda: store.set("forgotten", "1")
     node._forget(store)
     store.close()
 
@@ -163,7 +167,7 @@ def test_all_nodes_know_that_the_ranks_were_asked_to_end(
     request = EndRequest(nodes[0]._kept.store)
     with request.awaited():
         assert nodes[1].ask_to_end() and request.is_made()
-        assert nodes[1]._shared._client.limit_s == 10, "what follows has its time"
+        assert nodes[1]._shared._client.limit_s == NEVER_S, "what follows has its time"
         assert nodes[0].was_asked_to_end() and not nodes[0].must_signal() and not nodes[1].must_signal()
         if code == ENDED_BY_SIGTERM:
             request.is_obeyed = True
@@ -173,5 +177,5 @@ def test_all_nodes_know_that_the_ranks_were_asked_to_end(
             nodes[0].take_back_request()
             assert nodes[1].must_signal() and not nodes[1].was_asked_to_end()
         nodes[0].give_up("its ranks have ended", code, False)
-        time.sleep(0.01)
+        look_again(nodes)
         assert nodes[1].must_signal() == is_signalled

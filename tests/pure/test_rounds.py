@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import guozhuang
-from guozhuang import records, workloads
+from guozhuang import records, units, workloads
 from guozhuang.errors import UsageError
 from guozhuang.lab import compare, options, plots
 from guozhuang.lab.progress import Forecast, PlannedRun, about, about_span
@@ -111,27 +111,47 @@ def test_every_strategy_gets_its_turn_at_every_place(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("of_ddp", "arguments", "num_rounds"),
-    [(150, (), 2), (102, (), 3), (150, ("--rounds", "3"), 3), (0, (), 3)],
-    ids=["clear", "near", "asked for", "restless"],
+    ("of_ddp", "more_each_time", "arguments", "num_rounds", "said"),
+    [
+        (150, 0, (), (2, 2), "2 rounds were enough: no strategy's differ by more than 5 %"),
+        (102, 0, (), (3, 3), ""),
+        (150, 0, ("--rounds", "3"), (3, 3), ""),
+        (150, 0.1, (), (2, 3), "2 rounds were enough for single: another one would not change the verdict"),
+        (
+            150,
+            0.5,
+            (),
+            (2, 2),
+            f"2 rounds were made: those of ddp differ by {units.times(4 / 3)}, so that one more would not settle",
+        ),
+        (150, 0.5, ("--rounds", "3"), (3, 3), ""),
+    ],
+    ids=["clear", "near", "asked for", "one differs", "restless", "restless and asked for"],
 )
-def test_two_rounds_are_enough_where_a_third_would_not_change_the_verdict(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_ddp: float, arguments: tuple[str, ...], num_rounds: int
+def test_a_third_round_is_made_where_it_can_change_the_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    of_ddp: float,
+    more_each_time: float,
+    arguments: tuple[str, ...],
+    num_rounds: tuple[int, int],
+    said: str,
 ) -> None:
     runs: list[str] = []
 
     def play(spec: RunSpec) -> tuple[RankRecord, ...]:
         runs.append(spec.strategy)
-        restless = 150 * (1 + 0.1 * runs.count("ddp"))
-        return (
-            _well(spec) if spec.strategy == "single" else tuple(record(r, of_ddp or restless, 4, 2) for r in range(2))
-        )
+        speed = of_ddp * (1 + more_each_time * runs.count("ddp"))
+        return _well(spec) if spec.strategy == "single" else tuple(record(r, speed, 4, 2) for r in range(2))
 
     _, results = _run(monkeypatch, tmp_path, play, "--strategies", "single,ddp", *arguments)
-    assert len(runs) == 2 * num_rounds
-    assert [len(row.rounds) for row in results.rows] == [num_rounds] * 2
-    assert results.settings.num_rounds == num_rounds
-    assert any("2 rounds were enough" in note for note in results.notes) is (num_rounds == 2)
+    assert len(runs) == sum(num_rounds)
+    assert tuple(len(row.rounds) for row in results.rows) == num_rounds
+    assert results.settings.num_rounds == max(num_rounds)
+    assert [note for note in results.notes if "2 rounds were" in note and said in note] == [
+        note for note in results.notes if "2 rounds were" in note
+    ]
+    assert any(said in note for note in results.notes)
 
 
 def test_a_failure_ends_only_its_own_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

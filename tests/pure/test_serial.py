@@ -143,7 +143,7 @@ def test_a_thread_can_be_joined_while_another_one_starts_it(monkeypatch: pytest.
     thread, start, joined = SerialThread("lazy"), threading.Thread.start, list[bool]()
 
     def start_late(made: threading.Thread) -> None:
-        joined.append(thread.join(0.01))
+        joined.append(thread.join(0))
         start(made)
 
     monkeypatch.setattr(threading.Thread, "start", start_late)

@@ -18,6 +18,7 @@ import _guozhuang_start as start
 import guozhuang  # noqa: F401  a program that imports it is served
 from guozhuang.compat import prepared
 from tests.ranks import free_port
+from tests.waiting import EXPIRES_S, LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -157,9 +158,9 @@ def test_master_addr_with_a_port_of_the_scripts_own_is_the_first_host(
 def test_rank_0_keeps_a_store_of_the_scripts_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    url, limit = f"tcp://localhost:{free_port()}", datetime.timedelta(seconds=1)
+    url, limit = f"tcp://localhost:{free_port()}", datetime.timedelta(seconds=LIMIT_S)
     with pytest.raises(dist.DistError):  # one that nobody keeps
-        next(dist.rendezvous(url, 0, 1, timeout=limit))
+        next(dist.rendezvous(url, 0, 1, timeout=datetime.timedelta(seconds=EXPIRES_S)))
     monkeypatch.setenv("GUOZHUANG_RUN_STORE", "127.0.0.1:1 ")
     store, rank, size = next(dist.rendezvous(url, 0, 1, timeout=limit))
     store.set("key", "value")
