@@ -12,18 +12,21 @@ import torch.distributed as dist
 
 from guozhuang.groups import backend
 from tests.ranks import GROUP_TIMEOUT_S, run_ranks
-from tests.waiting import remaining
+from tests.waiting import NEVER_S, remaining
 
 
 def run_shm_ranks(
     fn: Callable[..., Any],
     num_ranks: int,
     *args: Any,
-    group_timeout_s: float = GROUP_TIMEOUT_S,
+    group_timeout_s: float = NEVER_S,
     name: str = "shm",
     **options: Any,
 ) -> list[Any]:
-    """As ``run_ranks``, in a group of this backend; after ``fn`` the group must end and leave nothing behind."""
+    """As ``run_ranks``, in a group of this backend; after ``fn`` the group must end and leave nothing behind.
+
+    No rank may wait for the time-out of the group: who waits for a lost rank has to hear of that before.
+    """
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(_in_group, num_ranks, fn, args, group_timeout_s, name, folder, init=False, **options)
 
@@ -50,10 +53,10 @@ def _in_group(
     return result
 
 
-def is_ahead(group: Any, rank: int) -> bool:
-    """Whether a rank waits in a collective of a group which this rank has not begun; both have begun the same ones before."""
+def is_ahead(group: Any, rank: int, other: int | None = None) -> bool:
+    """Whether a rank waits in a collective of a group which another one (this one) has not begun. Before, both were in all."""
     engine = group._resources.link._engine
-    return bool(engine.arrived_of(rank) != engine.arrived_of(group.rank()))
+    return bool(engine.arrived_of(rank) != engine.arrived_of(group.rank() if other is None else other))
 
 
 def held() -> set[str]:

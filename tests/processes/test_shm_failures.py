@@ -8,22 +8,24 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from guozhuang.errors import MismatchError, PeerLost, UsageError, WorldError
+from guozhuang.groups import roll_call
 from guozhuang.groups.agreement import store_of
-from tests.processes.shm_ranks import run_shm_ranks
+from tests.processes.shm_ranks import is_ahead, run_shm_ranks
 from tests.ranks import RankError, free_port
-from tests.waiting import NEVER_S
+from tests.waiting import EXPIRES_S, LIMIT_S, NEVER_S, until
 
 LARGE = 3_000_000
-LONG = datetime.timedelta(seconds=NEVER_S)  # by then every rank has done what another one waits for
+LONG = datetime.timedelta(seconds=NEVER_S)
+SOON = datetime.timedelta(seconds=EXPIRES_S)
 
 
 def reduces_until_it_fails(num: int, asynchronous: bool) -> PeerLost:
@@ -77,8 +79,8 @@ def stops(rank: int, n: int, num: int) -> object:
         os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 wakes it again
         reduces_until_it_fails(num, False)  # the others have given up
         return None
-    error, _ = reduces_until_it_fails(num, False)
-    store = store_of(dist.group.WORLD)
+    dist.group.WORLD.set_timeout(SOON)
+    error, store = reduces_until_it_fails(num, False), store_of(dist.group.WORLD)
     store.set(f"raised/{rank}", "")
     if rank == 0:
         store.wait(["raised/2"], LONG)
@@ -89,10 +91,10 @@ def stops(rank: int, n: int, num: int) -> object:
 
 @pytest.mark.parametrize("num", [pytest.param(10, marks=pytest.mark.slow), LARGE])
 def test_a_stopped_rank_is_named_after_the_timeout(num: int) -> None:
-    results = run_shm_ranks(stops, 3, num, group_timeout_s=2.0)
+    results = run_shm_ranks(stops, 3, num)
     for lost, text in (results[0], results[2]):
         assert lost == 1 and "rank 1 (pid" in text
-    assert any("did not come within 2 s" in text for _, text in (results[0], results[2]))
+    assert any(f"did not come within {EXPIRES_S:g} s" in text for _, text in (results[0], results[2]))
 
 
 def leaves(rank: int, n: int) -> object:
@@ -106,13 +108,15 @@ def leaves(rank: int, n: int) -> object:
 
 
 def aborts(rank: int, n: int) -> object:
+    group, store = dist.group.WORLD, store_of(dist.group.WORLD)
     dist.barrier()
     if rank == 1:
         work = dist.all_reduce(torch.ones(LARGE), async_op=True)  # nobody else does
-        time.sleep(0.2)
-        dist.distributed_c10d._abort_process_group()
+        until(lambda: is_ahead(group, 1, 0))
+        dist.distributed_c10d._abort_process_group()  # which waits for nobody
+        store.set("aborted", "")
         return work.is_completed()
-    time.sleep(0.5)
+    store.wait(["aborted"], LONG)
     with pytest.raises((PeerLost, MismatchError)):
         dist.all_reduce(torch.ones(LARGE))
         dist.barrier()
@@ -311,11 +315,11 @@ def test_a_rank_that_fails_within_an_operation_breaks_the_group_for_all(prepare)
 
 def destroys_under_way(rank: int, n: int) -> None:
     """This rank's own end is no other rank's loss."""
-    store = store_of(dist.group.WORLD)
+    group, store = dist.group.WORLD, store_of(dist.group.WORLD)
     dist.barrier()
     if rank == 0:
         work = dist.all_reduce(torch.ones(10), async_op=True)
-        time.sleep(0.1)
+        until(lambda: is_ahead(group, 0, 1))
         dist.distributed_c10d._abort_process_group()
         with pytest.raises(WorldError, match="destroyed") as caught:
             work.wait()
@@ -333,8 +337,8 @@ def waits(rank: int, n: int) -> None:
     tensor = torch.ones(10)
     work = dist.all_reduce(tensor, async_op=True)
     if rank == 0:
-        with pytest.raises(WorldError, match=r"did not end within the 0.2 s") as caught:
-            work.wait(datetime.timedelta(seconds=0.2))
+        with pytest.raises(WorldError, match=rf"did not end within the {EXPIRES_S:g} s") as caught:
+            work.wait(SOON)
         assert not isinstance(caught.value, PeerLost), "nobody is lost"
         assert not work.is_completed()
         store.set("looked", "")
@@ -348,7 +352,7 @@ def waits(rank: int, n: int) -> None:
             dist.barrier()
     else:
         with pytest.raises(PeerLost, match="rank 1"):
-            dist.barrier(timeout=datetime.timedelta(seconds=0.5))
+            dist.barrier(timeout=SOON)
         store.set("gave up", "")
 
 
@@ -366,9 +370,23 @@ def errors_reach_works(rank: int, n: int) -> None:
 
 def does_not_come(rank: int, n: int) -> None:
     store = store_of(dist.group.WORLD)
-    if rank != 1:
+    look_s = roll_call.look_s
+
+    def tells(waited_s: float, size: int) -> float:
+        store.set("waits/2", "")
+        return look_s(waited_s, size)
+
+    if rank == 2:
+        with (
+            pytest.raises(RuntimeError, match=r"ranks \[1\] did not come"),
+            mock.patch.object(roll_call, "look_s", tells),
+        ):
+            dist.new_group(backend="shm")  # where it hears that rank 0 gave up
+    if rank == 0:
+        store.wait(["waits/2"], LONG)  # so that rank 1 alone is missing
         with pytest.raises(RuntimeError, match=r"ranks \[1\] did not come"):
-            dist.new_group(backend="shm", timeout=datetime.timedelta(seconds=1))
+            dist.new_group(backend="shm", timeout=SOON)
+    if rank != 1:
         store.set(f"gave up/{rank}", "")
     else:
         store.wait(["gave up/0", "gave up/2"], LONG)  # it lives, and does not come
@@ -427,7 +445,7 @@ def test_an_interpreter_that_ends_without_destroying_the_group(ending: str, tmp_
     ]
     try:
         for rank in ranks:
-            said, _ = rank.communicate(timeout=60)
+            said, _ = rank.communicate(timeout=LIMIT_S)
             assert rank.returncode == (7 if ending == "raises" else 0), said
             # torch itself may remind of destroy_process_group; the group says nothing.
             assert "Traceback" not in said and "guozhuang" not in said, said
