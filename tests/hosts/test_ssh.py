@@ -29,8 +29,6 @@ from tests.launching import ROOT, environment
 from tests.waiting import LIMIT_S, until
 
 pytestmark = [
-    pytest.mark.waits,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(bool(missing()), reason=missing() or "it can"),
 ]
 slow = pytest.mark.slow

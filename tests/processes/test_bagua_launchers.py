@@ -30,8 +30,9 @@ def test_ranks_of_one_node(tmp_path: Path, module: str) -> None:
     port = str(free_port())
     own = ["--set_additional_flag", "--logdir", "logs", "--autotune_level", "1", "--master_port", port]
     own = own if module == "launch" else []
-    words = ["-m", f"guozhuang.compat.bagua.distributed.{module}", "--nproc_per_node", "2", *own]
-    done = launching.python(*words, "--default_bucket_size", "4096", script, "a b", folder=tmp_path)
+    words = ["--nproc_per_node", "2", *own, "--default_bucket_size", "4096", script, "a b"]
+    program = f"guozhuang.compat.bagua.distributed.{module}:main"
+    done = launching.guozhuang(*words, folder=tmp_path, program=program)
     assert done.returncode == 0, done.stderr
     flags = ["--local_rank=0"] if own else []
     assert f"rank 0 {[*flags, 'a b']} 4096" in done.stdout.replace("[0] ", "")

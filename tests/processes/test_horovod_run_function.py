@@ -61,6 +61,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_results_come_back_by_rank(tmp_path: Path) -> None:
     """Everything in one caller, which is a rank itself of no run: `guozhuang run` starts it for the path alone."""
     write(tmp_path, "def twice(x):\n    return 2 * x\n", "beside.py")

@@ -156,6 +156,7 @@ def test_ranks_of_a_launcher_in_a_rank_meet_at_its_own_store(tmp_path: Path) -> 
     assert done.returncode == 0 and done.stdout.count("ranks: 2") == 2, done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "named"),
     [

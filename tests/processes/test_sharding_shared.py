@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import os
 import pickle
 import signal
+import sys
 import threading
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from guozhuang.errors import MismatchError, PeerLost, UsageError
 from guozhuang.gradients.products import _Product
+from guozhuang.groups.agreement import store_of
 from guozhuang.sharding import clip_grad_norm_, shard
 from guozhuang.sharding.carrier import arrival_of
 from guozhuang.sharding.shared import linear_gradients
@@ -40,7 +43,7 @@ from tests.processes.cases import (
     twin_of,
 )
 from tests.ranks import RankError, run_ranks
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, NEVER_S, until
 
 WORDS, WIDTH, TOKENS = 4000, 96, 7  # an embedding of 1.5 MB: large enough to be lent its gradient
 
@@ -199,25 +202,8 @@ def case_checkpoints_in_the_middle(rank: int, world_size: int) -> None:
         pair.model.eval()
         torch.testing.assert_close(pair.model(batch(0, 3)), pair.twin(batch(0, 3)))
         pair.model.train()
-    else:
-        telling = threading.Thread(target=tell_when_it_waits, args=(f"{key}/{rank}", threading.get_native_id()))
-        telling.start()
     pair.train(first=4)
-    if rank:
-        telling.join()
     pair.check()
-
-
-def tell_when_it_waits(key: str, thread: int) -> None:
-    """Set a key as soon as a thread of this process sleeps inside a function of the package."""
-
-    def sleeps() -> bool:
-        state = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
-        frame = sys._current_frames()[threading.main_thread().ident or 0]
-        return state == "S" and "/guozhuang/" in frame.f_code.co_filename
-
-    until(sleeps)
-    store_of(dist.group.WORLD).set(key, "")
 
 
 def case_saving_one_parameter_saves_it_alone(rank: int, world_size: int) -> None:
@@ -241,7 +227,9 @@ def case_a_rank_evaluates_alone(rank: int, world_size: int) -> None:
     if rank == 0:
         pair.model.eval()
         seen = [pair.model(batch(0, 0)).sum().item() for _ in range(20)]
-        store.wait([f"{key}/{each}" for each in range(1, world_size)])  # the others wait in their step, and do not write
+        store.wait(
+            [f"{key}/{each}" for each in range(1, world_size)]
+        )  # the others wait in their step, and do not write
         seen += [pair.model(batch(0, 0)).sum().item() for _ in range(20)]
         assert len(set(seen)) == 1
         pair.model.train()

@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from guozhuang.errors import MismatchError
 from guozhuang.sharding import ShardedOptimizer, shard
 from tests.processes.cases import as_tests, batch, mlp
+from tests.processes.expiring import expires_soon
 from tests.ranks import RankError, run_ranks
+from tests.waiting import EXPIRES_S
 
 KINDS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),

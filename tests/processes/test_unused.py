@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import datetime
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from guozhuang import DistributedDataParallel, SyncBatchNorm
 from guozhuang.errors import UnusedParameterError, WorldError
+from guozhuang.groups.agreement import store_of
 from tests.processes.cases import (
     Twins,
     as_tests,
@@ -23,7 +24,7 @@ from tests.processes.cases import (
     twin_of,
 )
 from tests.ranks import RankError, run_ranks
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, NEVER_S
 
 SMALL = {"bucket_cap_mb": 0.0001}  # a bucket per parameter, nearly
 

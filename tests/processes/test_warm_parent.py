@@ -282,7 +282,14 @@ def test_a_rank_that_is_started_again_is_forked(tmp_path: Path, option: tuple[st
     assert ("[0] forked\n" in done.stdout) == (not option), done
 
 
-@pytest.mark.parametrize("options", [("--max-restarts", 1), ("--max-restarts", 1, "--no-warm"), ("--max-restarts", 0)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--max-restarts", 1),
+        ("--max-restarts", 1, "--no-warm"),
+        pytest.param(("--max-restarts", 0), marks=pytest.mark.slow),
+    ],
+)
 def test_a_warm_parent_is_kept_only_for_restarts(tmp_path: Path, options: tuple[object, ...]) -> None:
     script = launching.write(
         tmp_path,

@@ -24,6 +24,7 @@ from tests.processes.cases import (
     flat,
     seeded,
 )
+from tests.processes.expiring import expires_soon
 from tests.processes.mean_of_two import (
     MeanOfTwo,
     average,
@@ -34,7 +35,7 @@ from tests.processes.mean_of_two import (
     wrapped,
 )
 from tests.ranks import RankError, run_ranks
-from tests.waiting import LIMIT_S
+from tests.waiting import EXPIRES_S, LIMIT_S
 
 
 def case_gradients_stay_local_and_weights_meet(rank: int, size: int) -> None:

@@ -27,6 +27,7 @@ from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentral
 from guozhuang.exchange.weight_hierarchical import WeightHierarchical
 from guozhuang.exchange.weights import WeightExchange
 from tests.processes.cases import assert_equal_across_ranks, mlp, sent_in, sent_per_step
+from tests.processes.expiring import expires_soon
 from tests.ranks import RankError, run_ranks
 from tests.threads.test_async_average import wait_for_the_round
 from tests.threads.twins import initial, members, named, push

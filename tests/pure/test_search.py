@@ -10,19 +10,21 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.net import client, interfaces, search
+from guozhuang.net import door as doors
 from guozhuang.net import meeting_point as ports
 from guozhuang.net.door import Door, passage_from
 from guozhuang.net.meeting_point import PortSequence
 from tests.pure import test_door
-from tests.waiting import LIMIT_S
+from tests.waiting import EXPIRES_S, LIMIT_S, NEVER_S, until
 
 OTHER_JOB = ports.secret(b"", ["another"])
 
@@ -51,6 +53,42 @@ def rank_0(point: PortSequence, secret: bytes | None = None) -> Iterator[tuple[i
             door.close()
 
 
+@pytest.fixture(autouse=True)
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[search._Search]:
+    """The searches of a test. A silent stranger costs them little at first, and no rank 0 is too slow for them."""
+    made: list[search._Search] = []
+
+    class Noted(search._Search):
+        def __post_init__(self) -> None:
+            made.append(self)
+
+    monkeypatch.setattr(search, "_Search", Noted)
+    monkeypatch.setattr(search, "_FIRST_KNOCK_S", EXPIRES_S)
+    monkeypatch.setattr(search, "_LONGEST_KNOCK_S", LIMIT_S)
+    monkeypatch.setattr(doors, "HANDSHAKE_S", NEVER_S)
+    return made
+
+
+@contextlib.contextmanager
+def over_once(
+    searches: list[search._Search], comes: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """The time of the search inside is over as soon as ``comes()``. It looks at its time whenever a notice is due."""
+    monkeypatch.setattr(client, "FIRST_NOTICE_S", 0.05)
+    monkeypatch.setattr(client, "NEXT_NOTICE_S", 0.05)
+
+    def end() -> None:
+        until(lambda: searches and comes())
+        searches[0].deadline = time.monotonic()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
 def stranger(port: int, answer: bytes | None = None) -> contextlib.AbstractContextManager[tuple[str, int]]:
     return test_door.stranger(answer, port=port)
 
@@ -58,7 +96,7 @@ def stranger(port: int, answer: bytes | None = None) -> contextlib.AbstractConte
 def test_the_first_port_is_taken_where_it_is_free(point: PortSequence) -> None:
     with rank_0(point) as (port, store_port):
         assert port == point.ports[0]
-        found = search.find(point, 1, 5)
+        found = search.find(point, 1, NEVER_S)
         assert (found.host, found.port, found.store_port) == ("127.0.0.1", port, store_port)
         found.connection.close()
 
@@ -69,29 +107,36 @@ def test_strangers_and_other_jobs_hold_the_first_ports(point: PortSequence) -> N
         assert theirs == point.ports[2]
         with rank_0(point) as (port, _):
             assert port == point.ports[3]
-            found = search.find(point, 1, 10)
+            found = search.find(point, 1, NEVER_S)
             assert found.port == port
             found.connection.close()
 
 
-def test_one_that_comes_late_is_waited_for(point: PortSequence) -> None:
+def test_one_that_comes_late_is_waited_for(point: PortSequence, searches: list[search._Search]) -> None:
     found: list[search.OpenDoor] = []
-    thread = threading.Thread(target=lambda: found.append(search.find(point, 1, 20)))
+    thread = threading.Thread(target=lambda: found.append(search.find(point, 1, NEVER_S)))
     thread.start()
-    time.sleep(0.7)
+    until(lambda: searches and len(searches[0].seen) == len(point.ports))
     with rank_0(point) as (port, _):
         thread.join(LIMIT_S)
         assert [each.port for each in found] == [port]
         found[0].connection.close()
 
 
-def test_who_finds_nobody_says_where_it_looked(point: PortSequence) -> None:
+def test_who_finds_nobody_says_where_it_looked(
+    point: PortSequence, searches: list[search._Search], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asking = replace(point, hosts=("127.0.0.1", "no-such-host.invalid"))
     other = replace(point, secret=OTHER_JOB, ports=point.ports[1:])
-    with stranger(point.ports[0]), rank_0(other), pytest.raises(WorldError) as caught:
-        search.find(asking, 3, 2.5)
+
+    def has_seen_all() -> bool:
+        return len(searches[0].seen) == len(point.ports) and bool(searches[0].unresolved)
+
+    with stranger(point.ports[0]), rank_0(other), over_once(searches, has_seen_all, monkeypatch):
+        with pytest.raises(WorldError) as caught:
+            search.find(asking, 3, NEVER_S)
     text = str(caught.value)
-    assert "[rank 3] found no door of rank 0 within 2.5 s" in text
+    assert f"[rank 3] found no door of rank 0 within {NEVER_S:g} s" in text
     assert "did not answer within" in text and f"port {point.ports[0]}" in text
     assert f"belongs to another run (the secrets differ) (port {point.ports[1]})" in text
     assert "nobody listens there (port " in text
@@ -100,22 +145,40 @@ def test_who_finds_nobody_says_where_it_looked(point: PortSequence) -> None:
 
 
 def test_who_waits_long_says_so_and_what_it_saw(
-    point: PortSequence, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    point: PortSequence,
+    searches: list[search._Search],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(client, "FIRST_NOTICE_S", 0.3)
-    with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError):
-        search.find(point, 3, 0.6)
-    assert "rank 3 found no door of rank 0 yet; knocked at 127.0.0.1: nobody listens there" in caplog.text
+    words = "rank 3 found no door of rank 0 yet; knocked at 127.0.0.1: nobody listens there"
+    with caplog.at_level(logging.WARNING, "guozhuang"), over_once(searches, lambda: words in caplog.text, monkeypatch):
+        with pytest.raises(WorldError):
+            search.find(point, 3, NEVER_S)
     caplog.clear()
+    monkeypatch.setattr(client, "FIRST_NOTICE_S", 0.0)
     with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError):
-        search.find(point, 3, 0.6, log_notices=False)
+        search.find(point, 3, EXPIRES_S, log_notices=False)
     assert not caplog.records, "one rank of a node speaks for all"
 
 
-def test_a_host_that_swallows_everything_does_not_delay_the_right_one(point: PortSequence) -> None:
-    """An address of the documentation's network: nothing answers there, or nothing routes to it."""
+def test_a_host_that_swallows_everything_does_not_delay_the_right_one(
+    point: PortSequence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An address of the documentation's network, where nothing answers."""
+    go_on = threading.Event()
+
+    def knock(host: str, *more: Any) -> search.OpenDoor:
+        if host == "192.0.2.77":
+            go_on.wait()
+            raise TimeoutError
+        return doors.knock(host, *more)
+
+    monkeypatch.setattr(search, "knock", knock)
     with rank_0(point) as (port, _):
-        found = search.find(replace(point, hosts=("192.0.2.77", "127.0.0.1")), 1, 20)
+        try:
+            found = search.find(replace(point, hosts=("192.0.2.77", "127.0.0.1")), 1, NEVER_S)
+        finally:
+            go_on.set()
         assert found.port == port
         found.connection.close()
 
@@ -235,14 +298,16 @@ def test_old_notes_are_cleared_away(noted: PortSequence) -> None:
     assert set(os.listdir(folder)) == {"meet-new", "something else", "meet-1"}
 
 
-def test_a_note_leads_to_the_door_and_a_stale_one_misleads_nobody(noted: PortSequence) -> None:
+def test_a_note_leads_to_the_door_and_a_stale_one_misleads_nobody(
+    noted: PortSequence, searches: list[search._Search]
+) -> None:
     """The note of a run that died is there first, and its port was taken over by a stranger."""
     search.write_note(noted, ("127.0.0.1", noted.ports[5]))
     found: list[search.OpenDoor] = []
-    thread = threading.Thread(target=lambda: found.append(search.find(noted, 1, 20)))
+    thread = threading.Thread(target=lambda: found.append(search.find(noted, 1, NEVER_S)))
     with stranger(noted.ports[5]):
         thread.start()
-        time.sleep(0.5)
+        until(lambda: searches and ("127.0.0.1", noted.ports[5]) in searches[0].seen)
         assert not found
         with rank_0(replace(noted, is_one_node=True)) as (port, store_port):
             search.write_note(noted, ("127.0.0.1", port))
@@ -254,5 +319,5 @@ def test_a_note_leads_to_the_door_and_a_stale_one_misleads_nobody(noted: PortSeq
 
 def test_who_waits_for_a_note_says_where(noted: PortSequence) -> None:
     with pytest.raises(WorldError) as caught:
-        search.find(noted, 1, 0.5)
+        search.find(noted, 1, EXPIRES_S)
     assert noted.note in str(caught.value)

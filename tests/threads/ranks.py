@@ -330,6 +330,7 @@ def run_threads(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]
 
     def rank_of(rank: int) -> None:
         _stay_on_one_core()
+        torch.set_num_threads(1)  # libraries ask their own setting, which each thread has for itself
         _here.world, _here.run, _here.made, _here.sent = _empty_world(), run, collections.Counter(), [0.0]
         try:
             dist.init_process_group(NAME, store=store, rank=rank, world_size=num_ranks)
