@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -207,21 +206,22 @@ def case_bf16_hooks_work_on_cpu(rank: int, size: int) -> None:
 
 
 def chained(state: tuple[int, int], bucket: dist.GradBucket) -> Future:
-    """Average ``num_rounds`` times, each round issued by the callback of the one before, some time later."""
+    """Average ``num_rounds`` times, each round issued by the callback of the one before, after it has computed something."""
     num_rounds, seed = state
     size = dist.get_world_size()
     moody = random.Random(f"{seed} {bucket.index()}")
     future = dist.all_reduce(bucket.buffer().div_(size), async_op=True).get_future()
 
-    def again(done: Future, delay_s: float) -> Tensor:
-        time.sleep(delay_s)
+    def again(done: Future, num_sums: int) -> Tensor:
         value = done.value()[0] if isinstance(done.value(), list) else done.value()
+        for _ in range(num_sums):  # another time on every rank
+            value.sum()
         # Another size in each round: whoever meets the wrong partner sees it.
         longer = torch.cat([value, value.new_zeros(bucket.index() + 1)]) / size
         return dist.all_reduce(longer, async_op=True).get_future().wait()[0][: value.numel()].clone()
 
     for _ in range(num_rounds - 1):
-        future = future.then(functools.partial(again, delay_s=moody.choice([0.0, 0.001, 0.004])))
+        future = future.then(functools.partial(again, num_sums=moody.choice([0, 200, 800])))
     return future
 
 

@@ -24,6 +24,7 @@ from tests.processes.gradient_methods import buckets_of, exchange_all, fill
 from tests.pure.test_codecs import bagua_uint8
 from tests.ranks import RankError, run_ranks
 from tests.threads.ranks import run_threads
+from tests.waiting import NEVER_S
 
 SHAPES = [[(1,)], [(3, 5), (2,)], [(100, 100), (7,), (33, 3)]]
 
@@ -338,7 +339,7 @@ def fails_on_one(rank: int, size: int) -> str:
 
 
 def test_an_error_of_one_rank_is_raised_there_and_later_exchanges_raise_too() -> None:
-    results = run_ranks(fails_on_one, 2, collect_errors=True, group_timeout_s=3.0)
+    results = run_ranks(fails_on_one, 2, collect_errors=True, group_timeout_s=NEVER_S)
     assert not isinstance(results[1], RankError), results[1]
     assert results[1].startswith("ValueError: no code for this")
     assert "an earlier exchange failed" in results[1]
