@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import forking, shards
+from tests import drawing, forking, shards  # noqa: F401 - drawing: how many examples
 from tests.forking import starts
 from tests.waiting import LIMIT_S
 
@@ -237,11 +237,16 @@ def _keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
     number = config.getoption("--shard")
     if number is None:
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
+    # Properties are part of the slow tests too, which try more examples of them (tests/drawing.py).
+    slow = [item for item in items if item.get_closest_marker("slow") or _is_property(item)]
     mine = shards.shard_of({shards.unit(item.nodeid) for item in slow}, number)
     kept = [item for item in slow if shards.unit(item.nodeid) in mine]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
+
+
+def _is_property(item: pytest.Item) -> bool:
+    return hasattr(getattr(item, "obj", None), "hypothesis")
 
 
 # ---- what a run cost, by tier: seconds of all workers together, processor time, and process starts

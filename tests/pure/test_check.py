@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.check import facts as real_facts
@@ -41,6 +41,7 @@ from guozhuang.check.verdict import differing, headline, judge
 from guozhuang.check.worker import print_result, printed_result
 from guozhuang.errors import UsageError
 from guozhuang.units import card_speed, listed, ranks_text, short_time, speed
+from tests.drawing import examples
 from tests.waiting import EXPIRES_S, LIMIT_S, NEVER_S
 
 GIB = 1 << 30
@@ -472,7 +473,7 @@ def test_of_many_links_the_slowest_are_shown() -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=14), st.integers(2, 60))
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_no_node_is_in_two_pairs_at_a_time(nodes: list[int], max_rounds: int) -> None:
     node_of = {rank: f"node{node}" for rank, node in enumerate(nodes)}
     plan = measure.schedule(node_of, max_rounds)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from guozhuang.exchange.codecs.dithering import Dithering, chances
 from guozhuang.exchange.codecs.onebit import OneBit
 from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.codecs.topk import RandomK, TopK
+from tests.drawing import examples
 
 DITHERINGS = [
     Dithering(bits, partition, normalize, block)
@@ -60,7 +61,7 @@ def bagua_uint8(x: np.ndarray) -> np.ndarray:
     return (byte.astype(f) + lower) / scale
 
 
-@settings(deadline=None)
+@examples()
 @given(ROWS)
 def test_minmax8_is_baguas(case: tuple[int, int, int, float]) -> None:
     rows = made(*case)
@@ -69,7 +70,7 @@ def test_minmax8_is_baguas(case: tuple[int, int, int, float]) -> None:
     np.testing.assert_array_equal(ours.numpy(), theirs)
 
 
-@settings(deadline=None)
+@examples()
 @given(ROWS)
 def test_minmax8_is_off_by_half_a_step_at_most(case: tuple[int, int, int, float]) -> None:
     rows = made(*case)
@@ -78,7 +79,7 @@ def test_minmax8_is_off_by_half_a_step_at_most(case: tuple[int, int, int, float]
     assert ((there_and_back(MinMax8(), rows) - rows).abs() <= (span + 1e-7) / 510 + slack).all()
 
 
-@settings(deadline=None)
+@examples()
 @given(st.integers(0, 2**31), st.floats(1e-3, 1e38), st.floats(1e-9, 1e-5))
 def test_minmax8_does_not_wrap_where_elements_are_next_to_alike(seed: int, scale: float, apart: float) -> None:
     rows = scale * (1 + apart * made(2, 50, seed, 1.0))
@@ -121,7 +122,7 @@ def by_blocks(rows: Tensor, block: int) -> list[Tensor]:
     return [rows[:, begin : begin + block] for begin in range(0, rows.shape[1], block)]
 
 
-@settings(deadline=None)
+@examples()
 @given(ROWS, st.sampled_from(DITHERINGS))
 def test_dithering_goes_to_a_level_next_to_the_value(case: tuple[int, int, int, float], codec: Dithering) -> None:
     rows = made(*case)
@@ -158,7 +159,7 @@ def test_dithering_is_right_on_average(codec: Dithering) -> None:
     assert ((many.mean(0) - rows).abs() < 5 * gap / 2 / 300**0.5 + 1e-6).all()
 
 
-@settings(deadline=None)
+@examples()
 @given(ROWS, st.sampled_from([8, 64, 1024]), st.booleans())
 def test_onebit_is_signs_times_the_mean_magnitude(case: tuple[int, int, int, float], block: int, scaling: bool) -> None:
     rows = made(*case)
@@ -170,7 +171,7 @@ def test_onebit_is_signs_times_the_mean_magnitude(case: tuple[int, int, int, flo
         np.testing.assert_allclose(got.numpy(), signs * scale, rtol=1e-5)
 
 
-@settings(deadline=None)
+@examples()
 @given(ROWS, st.sampled_from([0.001, 0.3, 1, 5, 10_000]))
 def test_topk_keeps_the_greatest(case: tuple[int, int, int, float], k: float) -> None:
     rows = made(*case)
@@ -182,7 +183,7 @@ def test_topk_keeps_the_greatest(case: tuple[int, int, int, float], k: float) ->
         np.testing.assert_array_equal(got, wanted)
 
 
-@settings(deadline=None)
+@examples()
 @given(ROWS, st.sampled_from([0.001, 0.3, 1, 5, 10_000]))
 def test_randomk_keeps_what_it_drew(case: tuple[int, int, int, float], k: float) -> None:
     rows = made(*case)
@@ -206,7 +207,7 @@ def test_the_same_seed_gives_the_same_code(codec: Codec) -> None:
     assert torch.equal(there_and_back(codec, rows, 1), there_and_back(codec, rows, 1))
 
 
-@settings(deadline=None)
+@examples()
 @given(ROWS, st.sampled_from(CODECS))
 def test_codes_stay_inside_their_length(case: tuple[int, int, int, float], codec: Codec) -> None:
     rows = made(*case)
@@ -273,7 +274,7 @@ def test_the_kernels_were_built() -> None:
     assert kernels.serves(torch.zeros(1, 8), torch.zeros(1, 16, dtype=torch.uint8))
 
 
-@settings(deadline=None)
+@examples()
 @given(
     ROWS,
     st.sampled_from(sorted(KERNELS)),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 from guozhuang.launch.options import script as run_script
 from guozhuang.launch.options.arguments import parser
+from tests.drawing import examples
 
 OPTIONS = st.sampled_from(
     [
@@ -34,7 +35,7 @@ def test_two_dashes_end_the_options(script: str) -> None:
     assert (found.num_ranks, found.training_script, found.training_script_args) == ("2", script, ["-np", "3"])
 
 
-@settings(deadline=None)
+@examples()
 @given(st.lists(OPTIONS, max_size=5), st.lists(st.sampled_from(["a", "3", "x=y", "-1", ""]), max_size=4))
 def test_as_argparse_reads_it_where_nothing_is_like_an_option(options: list[list[str]], behind: list[str]) -> None:
     words = [word for option in options for word in option] + ["train.py", *behind]

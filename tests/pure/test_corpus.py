@@ -9,13 +9,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
 from guozhuang.workloads.samples import cap, classes_of, hold_out
 from guozhuang.workloads.text import MAX_PER_PACKAGE, NUM_PACKAGES, corpus
 from guozhuang.workloads.tokens import SPECIAL, encode, ragged, train_wordpiece
+from tests.drawing import examples
 
 
 @pytest.mark.slow
@@ -103,7 +104,7 @@ def test_ragged() -> None:
     assert ragged([]).ends.tolist() == []
 
 
-@settings(deadline=None)
+@examples()
 @given(
     classes=st.lists(st.integers(0, 4), min_size=1, max_size=80),
     fraction=st.floats(0.01, 0.99),

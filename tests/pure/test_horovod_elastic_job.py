@@ -7,18 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.compat.horovod.runner.elastic.assignment import Blacklist, choose
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, merged, parse
 from guozhuang.compat.horovod.runner.elastic.job import ElasticJob, Orders, Worker
 from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings
+from tests.drawing import examples
 
 HOSTS = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 4), max_size=5)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(before=HOSTS, after=HOSTS, most=st.one_of(st.none(), st.integers(1, 12)), data=st.data())
 def test_survivors_come_first_and_keep_their_order(
     before: dict[str, int], after: dict[str, int], most: int | None, data: st.DataObject

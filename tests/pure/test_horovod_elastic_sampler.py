@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.compat.horovod.torch.elastic import sampler as module
 from guozhuang.compat.horovod.torch.elastic.sampler import ElasticSampler
+from tests.drawing import examples
 
 
 class Ranks:
@@ -49,7 +50,7 @@ class Ranks:
             yield seen
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     num_samples=st.integers(0, 60),
     sizes=st.lists(st.tuples(st.integers(1, 7), st.integers(0, 5)), min_size=1, max_size=6),

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
@@ -21,6 +21,7 @@ from guozhuang.launch.hosts.frames import DoorsTried, NodeReady
 from guozhuang.launch.hosts.options import HostsPlan
 from guozhuang.launch.hosts.placement import Host, parse_hosts, place, read_hostfile
 from guozhuang.launch.options.arguments import add_host_arguments, read
+from tests.drawing import examples
 
 SCRIPT = ["train.py", "--lr", "1"]
 
@@ -157,7 +158,7 @@ def test_variables_that_make_no_sense_with_hosts_are_refused(
 WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=20), max_size=6)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(WORDS)
 def test_arguments_of_the_script_are_never_touched(words: list[str]) -> None:
     sent = json.loads(json.dumps(plan("-H", "a:1,b:2", "-np", "2", "train.py", *words).options_of(1)))
@@ -205,7 +206,7 @@ def test_options_for_hosts_need_hosts() -> None:
         hosts.is_asked_for(parser.parse_args(["--ssh-port", "1", "--start_timeout", "9"]))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1, max_size=30))
 def test_the_remote_shell_gets_each_word_as_it_is(program: str) -> None:
     before, sys.executable = sys.executable, program

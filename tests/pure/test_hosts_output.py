@@ -12,7 +12,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.launch.console import display as hosts_output
@@ -20,6 +20,7 @@ from guozhuang.launch.console.display import Display
 from guozhuang.launch.console.screen import Screen
 from guozhuang.launch.console.target import Target
 from guozhuang.launch.hosts.link import Link
+from tests.drawing import examples
 from tests.waiting import LIMIT_S, until
 
 FIRST, SECOND = Link("a", 0, False), Link("b", 1, False)
@@ -93,7 +94,7 @@ def test_a_line_of_the_first_host_that_a_pipe_cut_stays_whole(monkeypatch: pytes
     assert out.data == b"[0] one\n[1] x\n[0] two\n"
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=4))
 def test_nothing_of_a_single_host_is_changed(data: bytes, cuts: list[int]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:

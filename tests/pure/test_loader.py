@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from guozhuang.data import DistributedSampler, Loader, loader
 from guozhuang.errors import UsageError
+from tests.drawing import examples
 
 sizes = st.integers(0, 40)
 ranks = st.integers(1, 5)
@@ -71,7 +72,7 @@ def every_rank(num_samples: int, num_replicas: int, batch_size: int, **options: 
     ]
 
 
-@settings(deadline=None)
+@examples()
 @given(st.integers(1, 5), ranks, batch_sizes, st.booleans(), all_ends)
 def test_batches_of_the_ranks_make_up_the_batch_of_one_process(
     num_batches: int, num_replicas: int, batch_size: int, shuffle: bool, ends: str
@@ -87,7 +88,7 @@ def test_batches_of_the_ranks_make_up_the_batch_of_one_process(
             assert [index for row in zip(*parts, strict=True) for index in row] == whole
 
 
-@settings(deadline=None)
+@examples()
 @given(sizes, ranks, batch_sizes, all_ends, st.booleans())
 def test_length(num_samples: int, num_replicas: int, batch_size: int, ends: str, drop_last: bool) -> None:
     for each in every_rank(num_samples, num_replicas, batch_size, ends=ends, drop_last=drop_last):
@@ -99,7 +100,7 @@ def test_length(num_samples: int, num_replicas: int, batch_size: int, ends: str,
 stages = st.lists(st.tuples(ranks, batch_sizes, st.integers(0, 5), all_ends), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
+@examples()
 @given(sizes, stages, st.booleans())
 def test_resume_with_other_ranks_and_batches(
     num_samples: int, lives: list[tuple[int, int, int, str]], stream: bool
@@ -141,7 +142,7 @@ def test_resume_with_other_ranks_and_batches(
         assert state["consumed"] == seen.total()
 
 
-@settings(deadline=None)
+@examples()
 @given(sizes, ranks, batch_sizes, all_ends)
 def test_state_after_any_step_of_rank_0(num_samples: int, num_replicas: int, batch_size: int, ends: str) -> None:
     """Also in the last step, where ranks have smaller batches or none: what others take up is what nobody has seen."""
@@ -159,7 +160,7 @@ def test_state_after_any_step_of_rank_0(num_samples: int, num_replicas: int, bat
             assert loaders[-1].state_dict() == loaders[0].state_dict()
 
 
-@settings(deadline=None)
+@examples()
 @given(sizes, ranks, batch_sizes, all_ends, st.integers(0, 45), st.booleans())
 def test_stream_gives_what_indices_give(
     num_samples: int, num_replicas: int, batch_size: int, ends: str, start: int, drop_last: bool

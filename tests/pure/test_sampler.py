@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from guozhuang.data import DistributedSampler
 from guozhuang.errors import UsageError
+from tests.drawing import examples
 
 sizes = st.integers(0, 40)
 ranks = st.integers(1, 7)
@@ -36,7 +37,7 @@ def order(num_samples: int, **options: Any) -> list[int]:
     return list(DistributedSampler(range(num_samples), 1, 0, **options))
 
 
-@settings(deadline=None)
+@examples()
 @given(sizes, ranks, st.booleans(), seeds, st.booleans(), st.integers(0, 5))
 def test_torchs_own_arguments_give_torchs_own_indices(
     num_samples: int, num_replicas: int, shuffle: bool, seed: int, drop_last: bool, epoch: int
@@ -61,7 +62,7 @@ def test_torchs_indices_over_several_chunks() -> None:
             assert list(ours) == list(TorchSampler(range(num_samples), 3, rank, seed=5))
 
 
-@settings(deadline=None)
+@examples()
 @given(sizes, ranks, st.booleans(), all_ends)
 def test_union_of_the_ranks(num_samples: int, num_replicas: int, shuffle: bool, ends: str) -> None:
     samplers = every_rank(num_samples, num_replicas, shuffle=shuffle, ends=ends)
@@ -89,7 +90,7 @@ def check_union(seen: Counter[int], num_samples: int, num_replicas: int, ends: s
         assert seen.total() == num_samples - rest % num_replicas
 
 
-@settings(deadline=None)
+@examples()
 @given(sizes, st.booleans(), st.lists(st.tuples(ranks, st.integers(0, 8), all_ends), min_size=1, max_size=4), st.data())
 def test_resume_on_other_numbers_of_ranks(
     num_samples: int, shuffle: bool, stages: list[tuple[int, int, str]], data: st.DataObject

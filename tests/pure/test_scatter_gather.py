@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from guozhuang.data_parallel.scatter_gather import gather, scatter
 from guozhuang.errors import UsageError
+from tests.drawing import examples
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])
@@ -88,7 +89,7 @@ def _nested(rows: int, dim: int) -> st.SearchStrategy[Any]:
     return st.recursive(st.one_of(tensors, tensors, others), _containers, max_leaves=6)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data(), st.integers(1, 9), st.integers(1, 4), st.integers(0, 1))
 def test_round_trip(data: st.DataObject, rows: int, num_devices: int, dim: int) -> None:
     value = [torch.zeros([1] * dim + [rows]), data.draw(_nested(rows, dim))]
@@ -98,7 +99,7 @@ def test_round_trip(data: st.DataObject, rows: int, num_devices: int, dim: int) 
     assert _same(gather(shares, CPU, dim), value)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data(), st.integers(1, 4))
 def test_every_share_is_a_copy_of_the_containers(data: st.DataObject, num_devices: int) -> None:
     # A replica that adds to a list or dict must not change the caller's, nor another replica's.

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.launch.console import lines
 from guozhuang.launch.console.escapes import is_plain, is_plain_begin, rows_up, without_escapes
 from guozhuang.launch.console.lines import MAX_LINE, Lines, LiveText, WholeLines
 from guozhuang.launch.console.screen import Screen, mark
+from tests.drawing import examples
 from tests.glass import Glass
 
 M0, M1 = b"[0] ", b"[1] "
@@ -329,7 +330,7 @@ SOUP += [b"\x1b[" + end for end in b"A 3F 2K K J 2J H 31m 0m 5G G 2C ?25l ?1049h
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(st.sampled_from([0, 1, 2]), st.lists(st.sampled_from(SOUP), max_size=6)), max_size=12))
 def test_whatever_is_written_no_line_of_others_is_lost(
     is_terminal: bool, writes: list[tuple[int, list[bytes]]]

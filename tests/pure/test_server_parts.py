@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,11 +16,12 @@ from guozhuang.exchange.parameter_server import AsyncParameterServer, ParameterS
 from guozhuang.exchange.parameter_server.client import cut
 from guozhuang.exchange.parameter_server.protocol import Opcode, ServerMessage
 from guozhuang.exchange.parameter_server.service import HeldParts, copy_into
+from tests.drawing import examples
 
 SIZES = st.lists(st.tuples(st.integers(0, 200_000), st.sampled_from([1, 2, 4, 8, 16])), max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(SIZES, st.integers(1, 300_000), st.integers(1, 5))
 def test_parts_cover_each_tensor_once(sizes: list[tuple[int, int]], part_bytes: int, num_servers: int) -> None:
     part_bytes = max(part_bytes, sum(n * w for n, w in sizes) // 2000)  # not millions of parts
@@ -35,7 +36,7 @@ def test_parts_cover_each_tensor_once(sizes: list[tuple[int, int]], part_bytes: 
         assert end == num_elements
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(SIZES, st.integers(1, 300_000), st.integers(1, 5))
 def test_no_server_has_more_than_a_part_too_much(
     sizes: list[tuple[int, int]], part_bytes: int, num_servers: int

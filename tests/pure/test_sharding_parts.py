@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ from guozhuang.sharding.fully import repeated_blocks
 from guozhuang.sharding.gathered import Arriving, Gathering
 from guozhuang.sharding.parts import ALIGN_ELEMENTS, BucketLayout, Member, in_memory_order, lay_out
 from guozhuang.sharding.state import apart, cut, is_elementwise, regroup
+from tests.drawing import examples
 
 CPU = torch.device("cpu")
 
@@ -46,7 +47,7 @@ def layouts(draw: st.DrawFn) -> BucketLayout:
 
 
 @given(layouts())
-@settings(deadline=None)
+@examples()
 def test_every_element_is_owned_once_and_blocks_stay_inside_their_slice(layout: BucketLayout) -> None:
     owners: list[list[int]] = [[0] * member.num_elements for member in layout.members]
     for rank in range(layout.num_ranks):
@@ -70,7 +71,7 @@ def test_every_element_is_owned_once_and_blocks_stay_inside_their_slice(layout: 
 
 
 @given(layouts())
-@settings(deadline=None)
+@examples()
 def test_the_pieces_in_all_ranks_slices_are_the_parameters(layout: BucketLayout) -> None:
     elements: list[list[int]] = [[] for _ in layout.members]
     for bucket in layout.buckets:
@@ -82,7 +83,7 @@ def test_the_pieces_in_all_ranks_slices_are_the_parameters(layout: BucketLayout)
 
 
 @given(layouts(), st.data())
-@settings(deadline=None)
+@examples()
 def test_separate_parameters_share_no_block(layout: BucketLayout, data: st.DataObject) -> None:
     separate = data.draw(st.frozensets(st.integers(0, len(layout.members) - 1)))
     for rank in range(layout.num_ranks):
@@ -93,7 +94,7 @@ def test_separate_parameters_share_no_block(layout: BucketLayout, data: st.DataO
 
 
 @given(layouts())
-@settings(deadline=None)
+@examples()
 def test_buckets_come_in_the_order_in_which_gradients_are_complete(layout: BucketLayout) -> None:
     last = [min(layout.members[i].position for i in bucket.parameters) for bucket in layout.buckets]
     assert last == sorted(last, reverse=True)
@@ -122,7 +123,7 @@ def state_like(parameter: Tensor, step: float) -> dict[str, Any]:
 
 
 @given(layouts(), st.data())
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_state_survives_being_cut_and_split(layout: BucketLayout, data: st.DataObject) -> None:
     parameters = parameters_of(layout)
     steps = data.draw(st.lists(st.sampled_from([None, 3.0, 4.0]), min_size=len(parameters), max_size=len(parameters)))

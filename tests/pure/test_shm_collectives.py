@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from guozhuang.groups.shared_memory import collectives
 from guozhuang.groups.shared_memory.collectives import Combining, MemoryRange, Window
 from guozhuang.groups.shared_memory.program import DTYPE_OF, ChunkPlace, Op, Program
 from guozhuang.groups.shared_memory.programs import MOST_SEEN, REMEMBERED_BYTES, Programs, Stored, size_of
+from tests.drawing import examples
 from tests.pure import program_in_python
 
 WINDOW_BYTES = 1 << 16
@@ -122,7 +123,7 @@ ways = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(ways, st.sampled_from([Op.SUM, Op.PROD, Op.MIN, Op.MAX]), st.booleans(), st.integers(0, 4))
 def test_reductions_of_equal_tensors(way, op, to_root, root) -> None:
     """One shot, staged and in place give what the twin gives, on all ranks or on the root only, with the same bits."""
@@ -150,7 +151,7 @@ def test_reductions_of_equal_tensors(way, op, to_root, root) -> None:
             assert torch.equal(tensor, wanted), f"{kind}, rank {rank}"
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(ways, st.lists(st.integers(0, 300), min_size=5, max_size=5), st.booleans())
 def test_reduce_scatter(way, counts, uneven) -> None:
     n, dtype = way["num_ranks"], way["dtype"]
@@ -179,7 +180,7 @@ def test_reduce_scatter(way, counts, uneven) -> None:
         assert torch.equal(direct[rank], expected)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(ways, st.lists(st.integers(0, 300), min_size=25, max_size=25))
 def test_all_to_all(way, counts) -> None:
     """Every pair of ranks its own size; gather and scatter are the same with most sizes nought."""
@@ -209,7 +210,7 @@ def test_all_to_all(way, counts) -> None:
             assert torch.equal(outputs[taker][giver], inputs[giver][taker])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(ways, st.lists(st.integers(0, 1500), min_size=5, max_size=5))
 def test_all_gather_and_fetch(way, counts) -> None:
     n, dtype = way["num_ranks"], way["dtype"]

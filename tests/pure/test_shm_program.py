@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from guozhuang.groups.shared_memory.program import (
     Program,
     StreamKind,
 )
+from tests.drawing import examples
 from tests.pure import program_in_python
 
 FLOATS = (DType.F32, DType.F64, DType.F16, DType.BF16)
@@ -190,7 +191,7 @@ def test_order_wrap_nan_and_bool(work: Work) -> None:
 
 
 @pytest.mark.parametrize("work", WORKERS)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_streams_through_a_ring(work: Work, data: st.DataObject) -> None:
     """Copy into a ring of three, reduce out of it one stage later: the result is that of whole tensors."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError, WorldError
@@ -21,6 +21,7 @@ from guozhuang.groups.shared_memory.arena import Arena
 from guozhuang.groups.shared_memory.point_to_point.matching import Offer, UnderWay
 from guozhuang.groups.shared_memory.point_to_point.transfers import Transfer
 from guozhuang.groups.shared_memory.segments import Segment
+from tests.drawing import examples
 
 HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "tensor": lambda tensor: tensor,
@@ -349,7 +350,7 @@ class Twin:
         return None
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(st.sampled_from("prow"), st.integers(0, 3), st.integers(0, 2)), max_size=60))
 def test_matching_equals_a_search_in_order(events: list[tuple[str, int, int]]) -> None:
     matcher, twin = UnderWay(9, 10), Twin()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.cost.cluster import GLOO, LOOPBACK, Cluster, LinkSpeed, Transport
@@ -20,6 +20,7 @@ from guozhuang.cost.simulate import WAITING, simulate
 from guozhuang.cost.spread import Spread, simulate_spread
 from guozhuang.cost.trace import Compute, Event, Start, Trace, Wait
 from guozhuang.errors import UsageError
+from tests.drawing import examples
 
 RATE = 100.0  # bytes/s
 
@@ -78,7 +79,7 @@ def test_many_small_buckets_leave_the_last_one_or_what_the_wire_cannot_carry(siz
     st.integers(1, 3),
     st.sampled_from([wire, half_the_wire, busy]),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_step_lies_between_its_bounds_and_is_what_brute_force_finds(
     pieces: list[tuple[int, float]], lanes: int, costs: Any
 ) -> None:

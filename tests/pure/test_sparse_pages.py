@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from guozhuang.groups.shared_memory.program import DTYPE_OF
 from guozhuang.groups.shared_memory.sparse import PAGE_BYTES, add, num_pages, take
+from tests.drawing import examples
 
 PAGES = 6
 
@@ -29,7 +30,7 @@ def values(seed: int, holes: list[int], num: int, dtype: torch.dtype) -> Tensor:
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     holes=st.lists(st.lists(st.integers(0, PAGES - 1), max_size=PAGES), min_size=2, max_size=8),
     offset=st.integers(0, 100),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
@@ -26,11 +26,12 @@ from guozhuang.exchange.local_sgd import LocalSGD
 from guozhuang.exchange.low_precision_decentralized import LowPrecisionDecentralized
 from guozhuang.exchange.warmup import Warmup, WeightWarmup
 from guozhuang.exchange.weight_hierarchical import InsideNodes, WeightHierarchical
+from tests.drawing import examples
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(SHAPES, st.integers(1, 6))
 def test_fragments_hold_every_number_once(shapes: list[tuple[int, ...]], num_fragments: int) -> None:
     named = [(f"p{i}", torch.zeros(shape)) for i, shape in enumerate(shapes)]
