@@ -23,6 +23,7 @@ from tests.processes.cases import (
     seeded,
     twin_of,
 )
+from tests.processes.expiring import expires_soon
 from tests.ranks import RankError, run_ranks
 from tests.waiting import LIMIT_S, NEVER_S
 
@@ -307,7 +308,8 @@ def freezes_alone(rank, world_size, who):
     ddp = DistributedDataParallel(bare)
     for step in range(2):
         ddp(batch(rank, step)).pow(2).mean().backward()
-    if rank == who:
+    if rank == who:  # waits for the other one to compare its parameters, and leaves
+        expires_soon()
         bare.branches[2].requires_grad_(False)
     for step in range(3):
         ddp(batch(rank, 3 + step)).pow(2).mean().backward()
