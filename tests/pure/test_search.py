@@ -59,8 +59,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[search._Search]:
     made: list[search._Search] = []
 
     class Noted(search._Search):
-        def __post_init__(self) -> None:
+        def run(self) -> search.OpenDoor:
             made.append(self)
+            return super().run()
 
     monkeypatch.setattr(search, "_Search", Noted)
     monkeypatch.setattr(search, "_FIRST_KNOCK_S", EXPIRES_S)
@@ -132,9 +133,9 @@ def test_who_finds_nobody_says_where_it_looked(
     def has_seen_all() -> bool:
         return len(searches[0].seen) == len(point.ports) and bool(searches[0].unresolved)
 
-    with stranger(point.ports[0]), rank_0(other), over_once(searches, has_seen_all, monkeypatch):
-        with pytest.raises(WorldError) as caught:
-            search.find(asking, 3, NEVER_S)
+    over = over_once(searches, has_seen_all, monkeypatch)
+    with stranger(point.ports[0]), rank_0(other), over, pytest.raises(WorldError) as caught:
+        search.find(asking, 3, NEVER_S)
     text = str(caught.value)
     assert f"[rank 3] found no door of rank 0 within {NEVER_S:g} s" in text
     assert "did not answer within" in text and f"port {point.ports[0]}" in text
@@ -151,9 +152,9 @@ def test_who_waits_long_says_so_and_what_it_saw(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     words = "rank 3 found no door of rank 0 yet; knocked at 127.0.0.1: nobody listens there"
-    with caplog.at_level(logging.WARNING, "guozhuang"), over_once(searches, lambda: words in caplog.text, monkeypatch):
-        with pytest.raises(WorldError):
-            search.find(point, 3, NEVER_S)
+    over = over_once(searches, lambda: words in caplog.text, monkeypatch)
+    with caplog.at_level(logging.WARNING, "guozhuang"), over, pytest.raises(WorldError):
+        search.find(point, 3, NEVER_S)
     caplog.clear()
     monkeypatch.setattr(client, "FIRST_NOTICE_S", 0.0)
     with caplog.at_level(logging.WARNING, "guozhuang"), pytest.raises(WorldError):
