@@ -86,14 +86,18 @@ def release(state: AsyncState) -> None:
         state.lane.__dict__.pop("has_ended", None)
 
 
-def uneven(rank: int, size: int, exchange: AsyncModelAverage, num_steps: list[int], pauses_s: list[float]) -> None:
-    """Ranks make their own number of steps at their own speed; what all learned is in what they agree on, once."""
+def uneven(rank: int, size: int, exchange: AsyncModelAverage, num_steps: list[int], waits: list[int]) -> None:
+    """Ranks make their own number of steps at their own speed; what all learned is in what they agree on, once.
+
+    A rank waits before each so many-th step (0: before none) until the round in flight has ended.
+    """
     weights = initial(torch.float64)
     state = exchange.prepare(list(weights.items()), dist.group.WORLD)
     done = [0] * size
     for _ in range(2):  # training goes on after an agreement
         for step in range(done[rank], done[rank] + num_steps[rank]):
-            time.sleep(pauses_s[rank])
+            if waits[rank] and step % waits[rank] == 0 and state.lane is not None and state.lane.in_flight:
+                wait_for_the_round(state)
             push(exchange, state, weights, rank, [step])
         done = [a + b for a, b in zip(done, num_steps, strict=True)]
         exchange.agree(state)
@@ -110,10 +114,10 @@ def uneven(rank: int, size: int, exchange: AsyncModelAverage, num_steps: list[in
 
 def case_uneven_ranks(rank: int, size: int) -> None:
     """A straggler, other numbers of steps, a rank without a step, and no round that is due."""
-    uneven(rank, size, AsyncModelAverage(interval_ms=0), [24] * size, [0.004] + [0.001] * (size - 1))
-    uneven(rank, size, AsyncModelAverage(interval_ms=3), [3 + 9 * r for r in range(size)], [0.002] * size)
-    uneven(rank, size, AsyncModelAverage(interval_ms=0), [20] * (size - 1) + [0], [0.001] * size)
-    uneven(rank, size, AsyncModelAverage(interval_ms=1e7), [5 + r for r in range(size)], [0.0] * size)
+    uneven(rank, size, AsyncModelAverage(interval_ms=0), [24] * size, [1] + [4] * (size - 1))
+    uneven(rank, size, AsyncModelAverage(interval_ms=3), [3 + 9 * r for r in range(size)], [2] * size)
+    uneven(rank, size, AsyncModelAverage(interval_ms=0), [20] * (size - 1) + [0], [4] * size)
+    uneven(rank, size, AsyncModelAverage(interval_ms=1e7), [5 + r for r in range(size)], [0] * size)
 
 
 def case_ranks_begin_rounds_at_most_one_apart(rank: int, size: int) -> None:

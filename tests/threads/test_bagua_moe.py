@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import inspect
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from guozhuang.compat.bagua.torch_api import checkpoint
 from guozhuang.compat.bagua.torch_api.algorithms import Algorithm
 from guozhuang.compat.bagua.torch_api.moe.gates import TopKGate, top1, top2
 from guozhuang.errors import UsageError
+from tests.waiting import until
 
 from .ranks import run_threads
 
@@ -148,6 +152,15 @@ class _Net(nn.Module):
         return out[:, 0]  # type: ignore[no-any-return]
 
 
+def _stands_in(function: Callable[..., object], thread: str) -> bool:
+    """Whether a thread is inside a function."""
+    found = {each.name: each.ident for each in threading.enumerate()}
+    frame = sys._current_frames().get(found.get(thread) or 0)
+    while frame is not None and frame.f_code is not inspect.unwrap(function).__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _saved(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         checkpoint.save_checkpoint(1, folder / "early", nn.Linear(1, 1))
@@ -197,7 +210,9 @@ def _saved(rank: int, size: int, folder: Path) -> None:
     with pytest.raises(UsageError, match="whole number"):
         checkpoint.save_checkpoint(-1, folder, net)
     bagua.communication._get_default_group().get_global_communicator().abort()
-    time.sleep(0.2 * rank)
+    if rank != 0:  # it comes when rank 0 has written its own files and waits
+        whole = folder / "late" / "iter_0003000" / "mp_rank_00_model_states.pt"
+        until(lambda: whole.exists() and _stands_in(torch.distributed.barrier, "rank 0"))
     checkpoint.save_checkpoint(3000, folder / "late", net)  # waits for all files though collectives return at once now
     assert wanted <= {path.name for path in (folder / "late" / "iter_0003000").iterdir()}
     if rank == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import PeerLost, WorldError
 from guozhuang.groups import roll_call
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, NEVER_S, until
 
 SIZE, LATE = 128, tuple(range(0, 128, 2))
 
@@ -56,21 +55,43 @@ def wait_for(store: Any, late: tuple[int, ...], limit_s: float, **more: Any) -> 
     return found
 
 
-def test_many_that_wait_for_many_ask_the_store_for_little() -> None:
-    store, began_s = Counting(), time.monotonic()
-    found = wait_for(store, LATE, 2.0)
-    took_s = time.monotonic() - began_s
+class OwnTime(threading.local):
+    """A clock for each rank that waits, which only its own sleeps move on; the first ones begin when all ranks have come."""
+
+    now_s = 0.0
+    all_have_come = threading.Barrier(SIZE - len(LATE), timeout=LIMIT_S)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, pause_s: float) -> None:
+        if not self.now_s:
+            self.all_have_come.wait()
+        self.now_s += pause_s
+
+
+def test_many_that_wait_for_many_ask_the_store_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, limit_s = Counting(), 2.0
+    monkeypatch.setattr(roll_call, "time", OwnTime())
+    found = wait_for(store, LATE, limit_s)
     assert len(found) == SIZE - len(LATE)
-    assert all(f"ranks {list(LATE)} did not come within 2 s" in str(error) for error in found.values())
+    assert all(f"ranks {list(LATE)} did not come within {limit_s:g} s" in str(error) for error in found.values())
     # The bounds of [Note: what waiting costs the store]: polls (at first more often), looks, cards; and cards at the limit.
     num_waiting = SIZE - len(LATE)
-    assert store.num_requests < (2000 + 4 * 500 + 2000) * took_s + (20 + len(LATE)) * num_waiting, took_s
+    assert store.num_requests < (2000 + 4 * 500 + 2000) * limit_s + (20 + len(LATE)) * num_waiting
 
 
 def test_all_get_the_cards_when_the_last_has_come() -> None:
     store = Counting()
-    threading.Timer(0.7, wait_for, (store, tuple(set(range(SIZE)) - set(LATE)), 20.0)).start()
-    found = wait_for(store, LATE, 20.0)
+
+    def come_late() -> None:
+        until(lambda: store._store.check([f"met/{rank}" for rank in range(SIZE) if rank not in LATE]))
+        wait_for(store, tuple(set(range(SIZE)) - set(LATE)), NEVER_S)
+
+    late = threading.Thread(target=come_late)
+    late.start()
+    found = wait_for(store, LATE, NEVER_S)
+    late.join(LIMIT_S)
     assert set(map(tuple, found.values())) == {tuple(map(str, range(SIZE)))}
 
 
@@ -101,9 +122,8 @@ def test_who_waits_among_many_learns_of_one_that_will_not_come(
     prepare: Callable[[Any], dict[str, Any]], kind: type[WorldError], text: str
 ) -> None:
     store: Any = Counting()
-    began_s = time.monotonic()
-    found = wait_for(store, LATE, 20.0, **prepare(store))
-    assert len(found) == SIZE - len(LATE) and time.monotonic() - began_s < 15.0
+    found = wait_for(store, LATE, NEVER_S, **prepare(store))
+    assert len(found) == SIZE - len(LATE), "each learns of it long before its time is over"
     for error in found.values():
         assert type(error) is kind
         with pytest.raises(kind, match=text):

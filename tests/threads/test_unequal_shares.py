@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import time as clock
+import threading
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel, SyncBatchNorm, accumulate, clip_grad_norm_
-from guozhuang.data import Loader, loader
+from guozhuang.data import Loader, loader, speed
 from guozhuang.errors import UsageError
 from guozhuang.exchange.allreduce import AllReduce
 from guozhuang.exchange.codecs.quantize8 import MinMax8
@@ -25,6 +27,7 @@ from guozhuang.exchange.sparse_rows import SparseRows
 from guozhuang.exchange.warmup import Warmup
 from guozhuang.registry import BatchWeight, Registry, registry
 from guozhuang.sharding import shard
+from guozhuang.watch import waits as waiting
 from guozhuang.watch.waits import Waits
 from tests.threads import ranks
 from tests.threads.ranks import run_threads
@@ -269,6 +272,24 @@ def test_a_state_of_unequal_parts_goes_on_with_any_parts() -> None:
         assert sorted(rest) == sorted(whole[16:])
 
 
+class OwnTime(threading.local):
+    """A clock for each rank: only what a rank is said to compute, and its waits for other ranks, move it on."""
+
+    now_ns, is_waiting = 0, False
+
+    def of_work(self) -> int:
+        return self.now_ns
+
+    def of_waits(self) -> int:
+        """It is asked for at the begin and at the end of each wait, which takes 100 ms."""
+        self.is_waiting = not self.is_waiting
+        self.now_ns += 0 if self.is_waiting else 100_000_000
+        return self.now_ns
+
+
+own_time = OwnTime()
+
+
 def adapting(rank: int, size: int, slow: Callable[[int], int]) -> tuple[list[int], list[int], dict[str, Any]]:
     """Two epochs with a rank that is half as fast: its parts by step, all indices, and the last state."""
     model = DistributedDataParallel(Net())
@@ -279,7 +300,7 @@ def adapting(rank: int, size: int, slow: Callable[[int], int]) -> tuple[list[int
         for numbers, rows, words in batches:
             sizes.append(len(rows))
             seen += numbers.tolist()
-            clock.sleep(0.001 * len(rows) * (2 if slow(len(sizes)) == rank else 1))
+            own_time.now_ns += 1_000_000 * len(rows) * (2 if slow(len(sizes)) == rank else 1)
             model(rows, words).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -291,7 +312,13 @@ class Numbered(Data):
         return index, self.rows[index], self.words[index]
 
 
-def test_parts_follow_speeds_and_epochs_stay_exact(caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_follow_speeds_and_epochs_stay_exact(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_work = SimpleNamespace(perf_counter_ns=own_time.of_work, monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(speed, "time", of_work)
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(perf_counter_ns=own_time.of_waits))
+
     def slow(step: int) -> int:
         return 1 if step <= 21 else 0  # the other rank becomes slow in the second epoch
 
