@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.launching import environment, guozhuang, needs, write
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs("accelerate")]
+pytestmark = [pytest.mark.slow, needs("accelerate")]
 
 # The shape of Accelerate's own example (nlp_example.py): prepare all, accumulate, clip, step the scheduler, gather metrics.
 ACCELERATE = """

@@ -14,7 +14,7 @@ import pytest
 from tests.launching import ROOT, environment, needs, python
 from tests.processes.test_accelerate import by_accelerate
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs("accelerate", "transformers")]
+pytestmark = [pytest.mark.slow, needs("accelerate", "transformers")]
 
 EXAMPLE = ROOT / "examples" / "accelerate_text.py"
 EPOCH = re.compile(r"epoch \d: loss ([\d.]+), accuracy ([\d.]+), [\d.]+ samples/s")

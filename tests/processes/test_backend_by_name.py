@@ -9,7 +9,7 @@ import torch
 
 from tests.launching import guozhuang, needs, write
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs("accelerate")]
+pytestmark = [pytest.mark.slow, needs("accelerate")]
 
 ACCELERATE = """
 import sys, torch

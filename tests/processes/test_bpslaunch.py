@@ -236,7 +236,7 @@ def test_processes_that_somebody_started_by_hand(tmp_path: Path, counts: tuple[s
             started.append(
                 stack.enter_context(Launched(str(script), folder=folder, program="tests.launching:run_script", **own))
             )
-        done = [each.wait(60) for each in started]
+        done = [each.wait() for each in started]
     if counts == ("2", "2"):
         assert [each.stdout for each in done] == ["0 2\n", "1 2\n"], done
     else:

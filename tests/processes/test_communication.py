@@ -7,13 +7,11 @@ operator of the namespace ``c10d``.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +21,7 @@ from guozhuang.gradients.buckets import FIRST_CAP_BYTES
 from guozhuang.timeline import Instant, Timeline
 from tests.processes.cases import as_tests
 from tests.ranks import run_ranks
+from tests.waiting import until
 
 Call = tuple[str, int, str]  # operator, number of elements, dtype
 
@@ -278,16 +277,15 @@ def test_exchanges_have_one_order_on_all_ranks_and_it_is_the_one_rank_0_saw() ->
 
 # ---- overlap ----------------------------------------------------------------------------------------------------------------
 
-PAUSE_S = 0.4  # far above what the start of a pass differs between ranks on a busy machine
-
 
 class Pausing(nn.Module):
-    """Between the gradients of ``back`` and those of ``front``, backward does something that takes long."""
+    """Between the gradients of ``back`` and those of ``front``, backward waits until something has happened."""
 
     def __init__(self) -> None:
         super().__init__()
         self.front, self.back = nn.Linear(64, 64), nn.Linear(64, 64)
         self.pauses: list[tuple[int, int]] = []
+        self.awaited: Callable[[], object] = lambda: True
 
     def forward(self, x: Tensor) -> Tensor:
         middle = self.front(x)
@@ -296,7 +294,7 @@ class Pausing(nn.Module):
 
     def pause(self, _: Tensor) -> None:
         start_ns = Timeline.now()
-        time.sleep(PAUSE_S)
+        until(self.awaited)
         self.pauses.append((start_ns, Timeline.now()))
 
 
@@ -306,8 +304,9 @@ def case_the_first_exchange_runs_while_backward_runs(rank: int, size: int) -> No
     for _ in range(2):
         ddp(torch.randn(4, 64)).sum().backward()  # the first step learns
     timeline = ddp.timeline = Timeline(rank)
-    dist.barrier()
+    model.awaited = lambda: timeline.spans("exchange 0")  # which would come never if it did not run beside backward
     ddp(torch.randn(4, 64)).sum().backward()
+    model.awaited = lambda: True
     ddp.timeline = None
     marks = {event.name: event.at_ns for event in timeline.events if isinstance(event, Instant)}
     (exchange,) = timeline.spans("exchange 0")

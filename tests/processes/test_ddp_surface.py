@@ -40,7 +40,7 @@ from tests.processes.cases import (
     twin_of,
 )
 from tests.ranks import RankError, run_ranks
-from tests.waiting import NEVER_S
+from tests.waiting import EXPIRES_S, NEVER_S
 
 SMALL_CAP_MB = 0.0001
 
@@ -646,6 +646,9 @@ def differs(rank, world_size, kind):
         elif kind == "absent":
             store.wait(["gave up/0", "gave up/2"], datetime.timedelta(seconds=NEVER_S))
             raise KeyError("the user's own error")
+    if kind == "absent":
+        store.set(f"guozhuang/agree/1/digest/{rank}", "will be another one")  # so that rank 1 alone is missing
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=EXPIRES_S), dist.group.WORLD)
     try:
         DistributedDataParallel(bare, **options)
     finally:
@@ -665,7 +668,7 @@ def test_ranks_that_differ_all_raise(kind):
 
 
 def test_a_rank_that_never_comes_is_named():
-    outcomes = run_ranks(differs, 3, "absent", collect_errors=True, group_timeout_s=1.0)
+    outcomes = run_ranks(differs, 3, "absent", collect_errors=True)
     assert outcomes[1].type_name == "KeyError"
     for rank in (0, 2):
         assert outcomes[rank].type_name == "WorldError", outcomes[rank]

@@ -19,8 +19,9 @@ from guozhuang.groups.agreement import store_of
 from guozhuang.groups.hierarchical import HierarchicalGroup
 from guozhuang.groups.hierarchical.collectives import PART_BYTES
 from guozhuang.watch.processes import Process, this_process
+from tests.processes.shm_peers import state_of
 from tests.ranks import RankError, run_ranks
-from tests.waiting import LIMIT_S, NEVER_S
+from tests.waiting import EXPIRES_S, LIMIT_S, NEVER_S, until
 
 # One letter per rank: its node.
 EVEN, THREE_AND_ONE, ONE_AND_TWO, TURNED = "aabb", "aaab", "abb", "abba"
@@ -29,11 +30,11 @@ LAYOUTS = (EVEN, THREE_AND_ONE, ONE_AND_TWO, TURNED, TWO_AND_THREE, ONE_NODE, FL
 
 
 def processes_of(store: dist.Store, rank: int, nodes: Sequence[str]) -> list[Process]:
-    cards = roll_call.call(store, "processes", rank, len(nodes), str(this_process(nodes[rank])), 20.0)
+    cards = roll_call.call(store, "processes", rank, len(nodes), str(this_process(nodes[rank])), NEVER_S)
     return [Process.read(card) for card in cards]
 
 
-def make(layout: str, timeout_s: float = LIMIT_S) -> dist.ProcessGroup:
+def make(layout: str, timeout_s: float = NEVER_S) -> dist.ProcessGroup:
     def create(told: Any, options: Any) -> dist.ProcessGroup:
         processes = processes_of(told.store, told.group_rank, layout)
         return HierarchicalGroup(told.store, told.group_rank, told.group_size, told.timeout, processes)
@@ -217,7 +218,7 @@ def test_pytorchs_own_ddp_trains_on_it() -> None:
 def compresses(rank: int, world_size: int, layout: str) -> float:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    group = make(layout, timeout_s=10)
+    group = make(layout)
     torch.manual_seed(0)
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64), process_group=group)
     state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, matrix_approximation_rank=2)
@@ -277,22 +278,25 @@ def test_there_is_an_identity_for_every_rank() -> None:
         HierarchicalGroup(dist.HashStore(), 0, 2, datetime.timedelta(seconds=LIMIT_S), [this_process("a")])
 
 
-def loses(rank: int, world_size: int, layout: str, victim: int, how: str, timeout_s: float) -> dict[str, Any]:
-    group = make(layout, timeout_s=timeout_s)
+def loses(rank: int, world_size: int, layout: str, victim: int, how: str) -> dict[str, Any]:
+    group: Any = make(layout)
     store, noticed = store_of(dist.group.WORLD), [f"noticed/{r}" for r in range(world_size) if r != victim]
     tensor = torch.ones(4 * PART)
     dist.all_reduce(tensor, group=group)
     dist.barrier(group=group)
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
+    for _ in range(3 if rank == victim or how == "stop" else 0):  # else the others are in the middle of something
+        dist.all_reduce(tensor, group=group)
     if rank == victim:
-        for _ in range(3):  # the others are in the middle of something
-            dist.all_reduce(tensor, group=group)
         if how == "leave":
             dist.destroy_process_group(group)
             store.wait(noticed, datetime.timedelta(seconds=NEVER_S))  # alive all the time
             return {}
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    if how == "stop":
+        until(lambda: state_of(pids[victim]) == "T")
+        group.set_timeout(datetime.timedelta(seconds=EXPIRES_S))
     errors = []
     for _ in range(2):  # the second time at once
         try:
@@ -324,7 +328,7 @@ def loses(rank: int, world_size: int, layout: str, victim: int, how: str, timeou
     ],
 )
 def test_a_killed_rank_is_named_on_all_others_at_once(layout: str, victim: int) -> None:
-    found = run_ranks(loses, len(layout), layout, victim, "kill", NEVER_S, collect_errors=True, timeout_s=LIMIT_S)
+    found = run_ranks(loses, len(layout), layout, victim, "kill", collect_errors=True)
     assert isinstance(found.pop(victim), RankError)
     for each in found:
         assert not isinstance(each, RankError), each.text
@@ -336,14 +340,14 @@ def test_a_killed_rank_is_named_on_all_others_at_once(layout: str, victim: int) 
 
 
 def test_a_stopped_rank_raises_on_all_others_at_the_time_out() -> None:
-    found = run_ranks(loses, 4, EVEN, 3, "stop", 3.0, collect_errors=True, timeout_s=LIMIT_S)
+    found = run_ranks(loses, 4, EVEN, 3, "stop", collect_errors=True)
     found.pop(3)
     for each in found:
         assert not isinstance(each, RankError), each.text
 
 
 def test_a_rank_that_leaves_raises_on_all_others() -> None:
-    run_ranks(loses, 4, EVEN, 1, "leave", NEVER_S, timeout_s=LIMIT_S)  # the time-out, which nobody waits for
+    run_ranks(loses, 4, EVEN, 1, "leave")
 
 
 def come_and_go(rank: int, world_size: int, layout: str) -> list[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +37,7 @@ def differs(rank: int, world_size: int, layout: str, names: list[str]) -> tuple[
         except (RuntimeError, ValueError) as error:
             assert type(error) is MismatchError, repr(error)
             texts.append(str(error))
-    time.sleep(0.5)
+    dist.barrier()  # nobody ends before all have heard why
     assert texts[0] == texts[1]
     return texts[0], names[rank]
 

@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 
+from guozhuang.compat.horovod.runner.elastic import crew
 from guozhuang.compat.horovod.runner.elastic.crew import LocalWorkers
 from guozhuang.compat.horovod.runner.elastic.discovery import DiscoveryError, HostDiscovery
 from guozhuang.compat.horovod.runner.elastic.remote_crew import RemoteWorkers
@@ -23,7 +23,7 @@ from guozhuang.launch.crew import state_of
 from guozhuang.launch.hosts import ssh
 from guozhuang.net.doors import Doors
 from guozhuang.watch.processes import node_identity
-from tests.waiting import until
+from tests.waiting import NEVER_S, until
 
 NOWHERE = ("127.0.0.1", 1)
 
@@ -37,7 +37,8 @@ def test_a_worker_that_cannot_be_started(tmp_path: Path, environ: dict[str, str]
         assert workers.wait(0.0) == {}
 
 
-def test_the_end_of_a_worker_takes_what_it_started_along(tmp_path: Path) -> None:
+def test_the_end_of_a_worker_takes_what_it_started_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "GRACE_S", NEVER_S)
     sleeps = f"sleep 600.{os.getpid()}"
 
     def sleeping() -> list[psutil.Process]:
@@ -48,16 +49,18 @@ def test_the_end_of_a_worker_takes_what_it_started_along(tmp_path: Path) -> None
 
     def codes() -> dict[int, int]:
         found: dict[int, int] = {}
-        until(lambda: found.update(workers.wait(0.05)) or found)
+        until(lambda: found.update(workers.wait(0)) or found)
         return found
 
     with closing(LocalWorkers(str(tmp_path), NOWHERE, 60.0, dict(os.environ))) as workers:
         started(0, f"{sleeps} & exit 3")
         assert codes() == {0: 3} and not sleeping()
-        started(1, f"trap '' TERM; {sleeps}")
+        # The shell notes each SIGTERM and goes on; what it has started ignores it.
+        started(1, f"(trap '' TERM; exec {sleeps}) & trap 'echo >> {tmp_path}/heard' TERM; while :; do wait; done")
         until(sleeping)
         workers.end(1)
-        assert workers.wait(0.5) == {} and sleeping(), "it has a grace"
+        until(lambda: workers.wait(0) or (tmp_path / "heard").exists())
+        assert workers.wait(0) == {} and sleeping(), "it has a grace"
         workers.end(1, at_once=True)
         assert codes() == {1: -signal.SIGKILL} and not sleeping()
         assert not (workers._jobs or workers._pids or workers._crew.sessions), "nothing is kept of who has ended"
@@ -95,9 +98,13 @@ def test_workers_of_another_host_wait_where_nobody_takes_what_they_print(
             host.start(0, ["/bin/sh", "-c", script], 1, RankPlaces(pipe.path, pipe.path, {}))
             until(lambda: host.turn() or not host.reading)
             assert host.address == "127.0.0.1" and events.pids.keys() == {0}
-            for _ in range(20):
+            shell = psutil.Process(events.pids[0])
+
+            def is_stuck() -> bool:
                 host.turn()
-                time.sleep(0.01)
+                return [each.status() for each in shell.children()] == [psutil.STATUS_SLEEPING]
+
+            until(is_stuck)  # in what it writes
             assert sum(len(each.unsent) for each in host._all_pipes) < 1 << 18 and not (events.codes or host.is_lost)
             found = bytearray()
 
@@ -109,7 +116,7 @@ def test_workers_of_another_host_wait_where_nobody_takes_what_they_print(
                     return bool(events.codes)
                 return False
 
-            until(read, 60.0)
+            until(read)
             assert events.codes == {0: 3} and not events.texts
             assert found.count(0) == num_bytes and found.endswith(b"too\n")
             host.start(1, ["/bin/sh", "-c", "sleep 600"], 1, RankPlaces(pipe.path, pipe.path, {}))

@@ -20,9 +20,9 @@ import torch
 from guozhuang.compat.horovod.runner.elastic.settings import ElasticSettings
 from tests.forking import fork_server
 from tests.launching import ROOT
-from tests.waiting import LIMIT_S, remaining, until
+from tests.waiting import EXPIRES_S, LIMIT_S, remaining, until
 
-pytestmark = [pytest.mark.waits, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.waits
 
 TRAIN = """
 import json, os, sys, time
@@ -97,18 +97,18 @@ def settings(folder: Path, hosts: str, *command: str, **more: Any) -> ElasticSet
         min_np=2,
         host_discovery_script=f"cat {folder}/hosts",
         env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        elastic_timeout_s=60.0,
+        elastic_timeout_s=LIMIT_S,
     )
     return replace(found, **more)
 
 
 class Driver:
-    """``run_elastic`` in a process of its own, which prints to a file of the folder."""
+    """``run_elastic`` in a process of its own, which prints to a file of the folder; see ``driver``."""
 
-    def __init__(self, folder: Path, wanted: ElasticSettings, file: str) -> None:
+    def __init__(self, folder: Path, wanted: ElasticSettings, file: str, grace_s: float | None) -> None:
         self._printed = folder / file
         context = fork_server()
-        self.process: Any = context.Process(target=_drive, args=(wanted, str(self._printed)))
+        self.process: Any = context.Process(target=_drive, args=(wanted, str(self._printed), grace_s))
         self.process.start()
 
     @property
@@ -119,16 +119,18 @@ class Driver:
         """Wait until the answer is true; fail with what was printed if the driver ends before that."""
         until(what, goes_on=self.process.is_alive, told=lambda: self.printed)
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = LIMIT_S) -> int:
         self.process.join(timeout_s)
         assert not self.process.is_alive(), f"it runs after {timeout_s:g} s; it printed:\n{self.printed}"
         return int(self.process.exitcode)
 
 
 @contextmanager
-def driver(folder: Path, wanted: ElasticSettings, file: str = "printed") -> Iterator[Driver]:
-    """Nothing of it is left afterwards."""
-    running = Driver(folder, wanted, file)
+def driver(
+    folder: Path, wanted: ElasticSettings, file: str = "printed", grace_s: float | None = None
+) -> Iterator[Driver]:
+    """Nothing of it is left afterwards. ``grace_s`` is how long workers have after SIGTERM, where that is another time."""
+    running = Driver(folder, wanted, file, grace_s)
     try:
         yield running
     finally:
@@ -261,10 +263,13 @@ def test_a_failure_takes_its_host_along_and_the_limit_of_resets_ends_the_job(tmp
 
 
 def test_too_few_slots_end_the_job(tmp_path: Path) -> None:
-    wanted = settings(tmp_path, "127.0.0.1:1\n", *light(tmp_path), elastic_timeout_s=2.0)
+    wanted = settings(tmp_path, "127.0.0.1:1\n", *light(tmp_path), elastic_timeout_s=EXPIRES_S)
     with driver(tmp_path, wanted) as running:
         assert running.wait() == 1
-        assert "after 2 s (--elastic-timeout) 1 slot can be used (found: 127.0.0.1:1), and 2" in running.printed
+        assert (
+            f"after {EXPIRES_S:g} s (--elastic-timeout) 1 slot can be used (found: 127.0.0.1:1), and 2"
+            in running.printed
+        )
 
 
 def test_a_worker_whose_slot_goes_is_told_so_and_no_failure(tmp_path: Path) -> None:
@@ -317,18 +322,21 @@ def test_a_discovery_script_that_fails_and_a_driver_that_is_killed(tmp_path: Pat
         assert not remaining(lambda: of_folder(tmp_path), LIMIT_S)
 
 
-def _drive(wanted: ElasticSettings, path: str) -> None:
+def _drive(wanted: ElasticSettings, path: str, grace_s: float | None) -> None:
     with open(path, "wb") as file:
         for target in (1, 2):
             os.dup2(file.fileno(), target)
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
     for name in [name for name in os.environ if name.startswith(("HOROVOD_", "GUOZHUANG_"))]:
         del os.environ[name]
-    from guozhuang.compat.horovod.runner.elastic.driver import run_elastic
+    from guozhuang.compat.horovod.runner.elastic import crew
+    from guozhuang.compat.horovod.runner.elastic import driver as module
     from guozhuang.errors import UsageError
 
+    if grace_s is not None:
+        crew.GRACE_S = module.GRACE_S = grace_s  # type: ignore[misc]
     try:
-        code = run_elastic(wanted)
+        code = module.run_elastic(wanted)
     except UsageError as error:
         print(error, flush=True)
         code = 2

@@ -124,7 +124,7 @@ def _on_each_rank(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_commit_restore_and_sync() -> None:
-    first, second = run_ranks(_on_each_rank, 2, init=False, timeout_s=60)
+    first, second = run_ranks(_on_each_rank, 2, init=False)
     assert first["rank 0 is unchanged"]
     assert _same(first["synced"], second["synced"])
     assert first["synced"][2:] == [0, [0]] and second["synced"][1]["param_groups"][0]["lr"] == 0.1
@@ -175,6 +175,6 @@ def _registry(rank: int, world_size: int) -> list[Any]:
 
 
 def test_own_types_and_the_word_that_there_is_no_driver() -> None:
-    first, second = run_ranks(_registry, 2, init=False, timeout_s=60)
+    first, second = run_ranks(_registry, 2, init=False)
     assert first[:2] == [5, True] and second[:2] == [5, True]
     assert len(first[2]) == 1 and not second[2]

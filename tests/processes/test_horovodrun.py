@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -109,7 +108,7 @@ if os.environ["HOROVOD_RANK"] == "1":
     os.kill(os.getpid(), int(sys.argv[2])) if sys.argv[1] == "signal" else sys.exit(int(sys.argv[2]))
 if sys.argv[1] == "exit":
     hvd.allreduce(torch.ones(1), name="waits")
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -122,9 +121,8 @@ time.sleep(60)
 )
 def test_the_first_failure_ends_the_others(tmp_path: Path, hosts: list[str], end: list[object], code: int) -> None:
     script = write(tmp_path, FAIL)
-    begin = time.monotonic()
     done = horovodrun("-np", 2, *hosts, "--output-filename", "out", sys.executable, script, *end, folder=tmp_path)
-    assert done.returncode == 1 and time.monotonic() - begin < 40, done.stderr
+    assert done.returncode == 1, done.stderr
     said = done.stderr[done.stderr.rindex("horovodrun: Horovod detected") :]
     assert "one or more processes exited with non-zero status" in said
     assert re.search(rf"Process name: rank 1 on host \S+\nExit code: {code}\n$", said), done.stderr
