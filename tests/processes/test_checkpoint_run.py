@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import time
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from tests.launching import Launched, guozhuang, write
 from tests.ranks import free_port, run_ranks
 from tests.waiting import LIMIT_S
 
+# Where the variable GO is set, a process tells after some of its steps that it trains, and waits after step 25 for that file.
 SCRIPT = """
 import hashlib, os, random, time
 import numpy as np
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 import guozhuang as gz
 
-world = gz.init(timeout_s=60)
+world = gz.init(timeout_s=150)
 torch.manual_seed(0)
 x = torch.randn(160, 8)
 model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 2))
@@ -36,6 +36,7 @@ for seed in (torch.manual_seed, random.seed, np.random.seed):
     seed(world.rank)
 model, optimizer = gz.prepare(model, optimizer)
 kept = gz.keep(scheduler=scheduler, sums=0.0)
+num_steps = 0
 batches = gz.loader(torch.utils.data.TensorDataset(x, x.sum(1) > 0), batch_size=2)
 for epoch in gz.epochs(int(os.environ.get("EPOCHS", 4))):
     for a, b in batches:
@@ -45,11 +46,13 @@ for epoch in gz.epochs(int(os.environ.get("EPOCHS", 4))):
         optimizer.zero_grad()
         scheduler.step()
         kept.sums += a.double().sum().item()
-        time.sleep(0.01)
-        if kept.sums and "BEGAN" in os.environ:
-            open(os.environ.pop("BEGAN") + f"/{os.getpid()}", "w").close()
-        if "STUCK" in os.environ:
-            time.sleep(60)
+        num_steps += 1
+        if num_steps == (1 if "STUCK" in os.environ else 4 + os.getpid() % 12) and "GO" in os.environ:
+            open(os.environ["BEGAN"] + f"/{os.getpid()}", "w").close()
+            if "STUCK" in os.environ:
+                time.sleep(3600)
+        while num_steps == 25 and "GO" in os.environ and not os.path.exists(os.environ["GO"]):
+            time.sleep(0.01)
 model.eval()
 found = hashlib.sha256()
 for tensor in (*model.parameters(), *model.buffers()):
@@ -70,28 +73,27 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path, strategy, n
     undisturbed = guozhuang(*options, "--checkpoint", tmp_path / "a", script, folder=tmp_path)
     expected = results(undisturbed.stdout)
     assert len(expected) == 2, undisturbed
-    draw, began = random.Random(5), tmp_path / "began"
+    draw, began, go, folder = random.Random(5), tmp_path / "began", tmp_path / "go", CheckpointFolder(tmp_path / "b")
     began.mkdir()
     command = (*options, "--checkpoint", tmp_path / "b", "--max-restarts", num_kills, script)
     seen: set[str] = set()
-    with Launched(*command, folder=tmp_path, BEGAN=str(began)) as launched:
+    with Launched(*command, folder=tmp_path, BEGAN=str(began), GO=str(go)) as launched:
 
         def new_ranks() -> set[str]:
             return {path.name for path in began.iterdir()} - seen
 
         for _ in range(num_kills):
-            new = launched.until(new_ranks)
-            time.sleep(draw.random() * 0.5)
-            seen |= new | new_ranks()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(draw.choice(sorted(new))), signal.SIGKILL)
-        done = launched.wait(90)
+            launched.until(lambda: len(new_ranks()) == 2 and folder.steps())
+            new = new_ranks()
+            seen |= new
+            os.kill(int(draw.choice(sorted(new))), signal.SIGKILL)
+        go.touch()
+        done = launched.wait()
         assert not launched.left()
     assert done.returncode == 0, done
     resumed = done.stderr.count("goes on from")
     assert resumed >= 1, done.stderr
     assert results(done.stdout) == expected
-    folder = CheckpointFolder(tmp_path / "b")
     assert len(folder.steps()) == 3 and not list(folder.path.glob("*.partial"))
     for step in folder.steps():
         verify(folder.of(step))
@@ -99,20 +101,21 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path, strategy, n
 
 @pytest.mark.slow
 def test_a_launcher_that_gets_sigterm_lets_all_ranks_save_and_the_same_command_goes_on(tmp_path) -> None:
-    script, began = write(tmp_path, SCRIPT), tmp_path / "began"
+    script, began, go = write(tmp_path, SCRIPT), tmp_path / "began", tmp_path / "go"
     began.mkdir()
     options = ("--every", "1000steps", "--checkpoint")
-    more = {"folder": tmp_path, "EPOCHS": "5", "BEGAN": str(began)}
+    more = {"folder": tmp_path, "EPOCHS": "8"}
     expected = results(guozhuang("run", "-np", 2, *options, tmp_path / "a", script, **more).stdout)  # type: ignore[arg-type]
 
     def ended_by_sigterm(folder: str, num_ranks: int, num_signals: int, **env: str) -> None:
-        for path in began.iterdir():
-            path.unlink()
+        for path in (*began.iterdir(), go):
+            path.unlink(missing_ok=True)
         words = ("run", "-np", num_ranks, *options, tmp_path / folder, script)
-        with Launched(*words, **more, **env) as launched:  # type: ignore[arg-type]
+        with Launched(*words, **more, **env, BEGAN=str(began), GO=str(go)) as launched:  # type: ignore[arg-type]
             launched.until(lambda: len(list(began.iterdir())) == num_ranks)
             launched.send(signal.SIGTERM)
             launched.until(lambda: "all ranks save a checkpoint after the same step" in launched.printed)
+            go.touch()
             for _ in range(num_signals - 1):
                 launched.send(signal.SIGTERM)
             done = launched.wait(LIMIT_S)  # and not after the 30 s that ranks have
@@ -122,18 +125,29 @@ def test_a_launcher_that_gets_sigterm_lets_all_ranks_save_and_the_same_command_g
 
     ended_by_sigterm("b", 2, 1)
     (step,) = CheckpointFolder(tmp_path / "b").steps()
-    assert 0 < step < 200
+    assert 0 < step < 320
     done = guozhuang("run", "-np", 2, *options, tmp_path / "b", script, **more)  # type: ignore[arg-type]
     assert f"step-{step}, saved" in done.stderr and results(done.stdout) == expected and len(expected) == 2
     ended_by_sigterm("c", 1, 2, STUCK="1")
     assert CheckpointFolder(tmp_path / "c").steps() == []
 
 
+# A rank says something at its end, after the process of the rank before it has ended.
 LAST = """
 import atexit, os, time
+def is_over(path: str) -> bool:
+    pid = open(path).read() if os.path.exists(path) else ""
+    try:
+        return pid.endswith(".") and open(f"/proc/{pid[:-1]}/stat").read().rpartition(") ")[2][0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 def last() -> None:
-    time.sleep(0.7 * int(os.environ["RANK"]))
-    print("the last of rank", os.environ["RANK"], flush=True)
+    rank = int(os.environ["RANK"])
+    while rank and not is_over(os.environ["ENDS"] + f"/{rank - 1}"):
+        time.sleep(0.01)
+    print("the last of rank", rank, flush=True)
+    with open(os.environ["ENDS"] + f"/{rank}", "w") as file:
+        file.write(f"{os.getpid()}.")
 atexit.register(last)
 """
 
@@ -141,9 +155,11 @@ atexit.register(last)
 @pytest.mark.slow
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_node_that_gets_sigterm_asks_the_ranks_of_all_nodes(tmp_path, is_killed) -> None:
-    script, began, port = write(tmp_path, LAST + SCRIPT), tmp_path / "began", free_port()
+    script, began, port, go = write(tmp_path, LAST + SCRIPT), tmp_path / "began", free_port(), tmp_path / "go"
     began.mkdir()
-    env = {"EPOCHS": "50", "BEGAN": str(began)} | ({"STUCK": "1"} if is_killed else {})
+    (tmp_path / "ends").mkdir()
+    env = {"EPOCHS": "50", "BEGAN": str(began), "ENDS": str(tmp_path / "ends"), "GO": str(go)}
+    env |= {"STUCK": "1"} if is_killed else {}
     meeting = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", port, "--max-restarts", 2)
     words = ("run", *meeting, "--every", "1000steps", "--checkpoint", tmp_path / "c", "-np", 2, "--node-rank")
     with contextlib.ExitStack() as stack:
@@ -151,6 +167,7 @@ def test_a_node_that_gets_sigterm_asks_the_ranks_of_all_nodes(tmp_path, is_kille
         nodes[0].until(lambda: len(list(began.iterdir())) == 4)
         nodes[1].send(signal.SIGTERM)
         nodes[1].until(lambda: "all ranks save a checkpoint after the same step" in nodes[1].printed)
+        go.touch()
         if is_killed:
             ours = {process.pid for process in nodes[1].processes()} & {int(path.name) for path in began.iterdir()}
             os.kill(min(ours), signal.SIGKILL)
