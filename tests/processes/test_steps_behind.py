@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from tests.processes.mean_of_two import (
     wrapped,
 )
 from tests.ranks import RankError, run_ranks
-from tests.waiting import LIMIT_S, NEVER_S
+from tests.waiting import LIMIT_S, NEVER_S, until
 
 
 @contextmanager
@@ -58,7 +59,7 @@ def left_out(rank: int, size: int, start_step: int, last: int) -> None:
 )
 def test_a_step_is_left_out_in_which_others_wait(start_step: int, last: int) -> None:
     """Far below the time-out, on the rank that is behind and on those that wait for it."""
-    results = run_ranks(left_out, 3, start_step, last, collect_errors=True, timeout_s=LIMIT_S)
+    results = run_ranks(left_out, 3, start_step, last, collect_errors=True, group_timeout_s=NEVER_S)
     behind = results[1]
     assert isinstance(behind, RankError) and behind.type_name == WorldError.__name__, behind
     assert f"rank 1 came to agree on one set of weights after {last} optimizer steps" in behind.message
@@ -84,20 +85,29 @@ def case_a_step_is_left_out_in_which_nobody_waits(rank: int, size: int) -> None:
 def case_a_slow_rank_is_not_behind(rank: int, size: int) -> None:
     ddp, optimizer = wrapped()
     train(ddp, optimizer, rank, range(3))
-    if rank == 1:
-        time.sleep(0.8)
+    assert ddp.around is not None
+    store = ddp.around._steps._store
     with said() as lines, short_patience():
+        if rank == 1:  # all others have said that they wait in step 3
+            until(lambda: store.check(["waits/0/count"]) and int(store.get("waits/0/count")) >= size - 1)
         train(ddp, optimizer, rank, range(3, 4))
         ddp.eval()
-    assert ddp.around is not None and ddp.around.step == 4 and not lines
+    assert ddp.around.step == 4 and not lines
     assert torch.allclose(flat(ddp), flat(twins(size, 4)[rank]), atol=1e-6)
     # Rank 0 said that it waited in step 3. That means nothing where steps are counted anew.
     ddp.load_exchange_state_dict({"step": 0, "exchange": {}, "weights": {"step": 1, "exchange": {"num_steps": 1}}})
     ddp.agree()
     ddp.around.changed = True
-    if rank == 0:
-        time.sleep(0.6)
-    with said() as lines, short_patience():
+    who_waits = StepsBehind._who_waits
+
+    def noted(self: StepsBehind, *counts: int) -> tuple[dict[int, int], int]:
+        found = who_waits(self, *counts)
+        store.set(f"looked/{rank}", "")
+        return found
+
+    with said() as lines, short_patience(), mock.patch.object(StepsBehind, "_who_waits", noted):
+        if rank == 0:
+            store.wait([f"looked/{each}" for each in range(1, size)])  # while they waited
         ddp.agree()
     assert ddp.around.step == 1 and not lines
 
@@ -165,9 +175,10 @@ def accumulate_alone(rank: int, size: int) -> None:
 
 
 def test_accumulation_without_no_sync_while_another_rank_has_no_data() -> None:
-    results = run_ranks(accumulate_alone, 2, collect_errors=True)
+    # Both at once, and not by the time-out.
+    results = run_ranks(accumulate_alone, 2, collect_errors=True, group_timeout_s=NEVER_S)
     assert isinstance(results[1], RankError) and results[1].type_name == UsageError.__name__
-    assert isinstance(results[0], RankError)
+    assert isinstance(results[0], RankError) and results[0].exit_code is not None, results[0]
 
 
 def loses_the_store(rank: int, size: int) -> None:
@@ -177,9 +188,17 @@ def loses_the_store(rank: int, size: int) -> None:
     store = store_of(dist.group.WORLD)
     if rank == 0:
         store.wait(["trained"], datetime.timedelta(seconds=NEVER_S))
-        time.sleep(0.3)  # most often rank 1 waits by then; if not, it finds no store
+        store.wait(["waits"], datetime.timedelta(seconds=NEVER_S))
         os._exit(1)
     store.set("trained", "")
+    notice = StepsBehind._notice
+
+    def noticing(self: StepsBehind) -> str | None:  # asked while it waits for others
+        with contextlib.suppress(RuntimeError):
+            store.set("waits", "")
+        return notice(self)
+
+    StepsBehind._notice = noticing  # type: ignore[method-assign]
     ddp.eval()
 
 
@@ -191,12 +210,13 @@ def test_the_store_goes_away_while_ranks_gather() -> None:
 
 
 class Counting:
-    """A store among threads that counts, for one of them, the keys that it is asked for."""
+    """A store among threads that counts, for one of them, how often it is asked, and for how many keys."""
 
     def __init__(self, store: dist.Store) -> None:
-        self._store, self.num_asked = store, 0
+        self._store, self.num_calls, self.num_asked = store, 0, 0
 
     def check(self, keys: list[str]) -> bool:
+        self.num_calls += 1
         self.num_asked += len(keys)
         return self._store.check(keys)
 
@@ -217,8 +237,8 @@ def test_who_waits_for_long_asks_the_store_for_little(monkeypatch: pytest.Monkey
         behind = StepsBehind(group)
         for turn in range(3):
             if rank in late and turn == 1:
-                time.sleep(1.0)
-            behind.gather("wait", 20.0, 3, "")
+                until(lambda: min(each.num_calls for r, each in enumerate(stores) if r not in late) >= 60)
+            behind.gather("wait", NEVER_S, 3, "")
         left.append(rank)
 
     threads = [threading.Thread(target=wait, args=(rank,), daemon=True) for rank in range(size)]
@@ -227,6 +247,6 @@ def test_who_waits_for_long_asks_the_store_for_little(monkeypatch: pytest.Monkey
     for thread in threads:
         thread.join(LIMIT_S)
     assert sorted(left) == list(range(size))
-    # Looks at one key, in pauses that grow, and not at one key for each rank: those would be 16 times as many.
-    asked = [stores[rank].num_asked for rank in range(size) if rank not in late]
-    assert max(asked) < 160, asked
+    # Most looks are at one key, and not at one key for each rank: those would be 16 times as many.
+    asked = [(stores[rank].num_asked, stores[rank].num_calls) for rank in range(size) if rank not in late]
+    assert all(num_asked < 2 * num_calls for num_asked, num_calls in asked), asked

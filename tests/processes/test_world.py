@@ -12,18 +12,25 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from guozhuang import world
 from guozhuang.errors import UsageError, WorldError
+from guozhuang.net import client, meet
 from guozhuang.world import session
 from guozhuang.world.discovery import discover
+from tests import ranks
 from tests.ranks import RankError, free_port, run_ranks
-from tests.waiting import LIMIT_S, NEVER_S, until
+from tests.waiting import EXPIRES_S, LIMIT_S, NEVER_S, until
 
 pytestmark = pytest.mark.waits
 
@@ -55,7 +62,7 @@ def script(code: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
     )
 
 
-def end_of(process: subprocess.Popen[str], timeout_s: float = 60) -> tuple[int, str, str]:
+def end_of(process: subprocess.Popen[str], timeout_s: float = LIMIT_S) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=timeout_s)
     finally:
@@ -133,27 +140,29 @@ def test_alone_there_is_a_group_of_one_no_open_port_and_no_look_up_of_a_name() -
 # ---- several ranks
 
 
-def enters_twice(rank: int, world_size: int) -> tuple[world.World, list[str], list[float]]:
+def enters_twice(rank: int, world_size: int, folder: str) -> tuple[world.World, list[str], list[float]]:
     sums = []
-    for _ in range(3):
+    for turn in range(3):
+        come = [Path(folder, f"{each} comes for turn {turn}") for each in range(world_size)]
+        if rank == 1:  # one is early, one is late: they must not meet in an old world
+            until(lambda come=come: all(path.exists() for path in come if path != come[1]))
+        come[rank].touch()
         me = world.init(timeout_s=LIMIT_S)
         tensor = torch.tensor(float(rank + 1))
         dist.all_reduce(tensor)
         sums.append(float(tensor))
         addresses = listening()
         world.shutdown()
-        if rank == 1:
-            time.sleep(0.05)  # one is early, one is late: they must not meet in an old world
     return me, addresses, sums
 
 
 @pytest.mark.parametrize("backend", ["gloo", None])
 @pytest.mark.parametrize("told", ["everything", "rank and size only"])
-def test_ranks_meet_and_meet_again(told: str, backend: str | None) -> None:
+def test_ranks_meet_and_meet_again(told: str, backend: str | None, tmp_path: Path) -> None:
     hidden = {"GLOO_SOCKET_IFNAME": None, "GUOZHUANG_BACKEND": backend}
     if told != "everything":
         hidden |= NO_LOCAL_RANK
-    for rank, (me, addresses, sums) in enumerate(run_ranks(enters_twice, 3, init=False, env=hidden)):
+    for rank, (me, addresses, sums) in enumerate(run_ranks(enters_twice, 3, str(tmp_path), init=False, env=hidden)):
         assert me == world.World(rank, 3, rank, 3, 0, 1, torch.device("cpu"), "environment")
         assert sums == [6, 6, 6]
         assert set(addresses) <= LOOPBACK, "ranks of one node listen on loopback only"
@@ -280,14 +289,29 @@ def adopts_alone(rank: int, world_size: int) -> str:
     dist.barrier()  # the other rank is connected before this one leaves
     if rank == 1:
         return ""
+    expires_when(lambda: True)
     with pytest.raises(RuntimeError) as caught:
-        world.init(timeout_s=1.0)
+        world.init(timeout_s=NEVER_S)
     return str(caught.value)
+
+
+def expires_when(is_time: Callable[[], bool]) -> None:
+    """The limit of a roll call passes on this rank as soon as that is true: the clock by which it waits is set forward."""
+    look, ahead_s = meet._RollCall._look, [0.0]
+
+    def looking(call: Any) -> None:
+        if is_time():
+            ahead_s[0] = 2 * NEVER_S
+        look(call)
+
+    meet._RollCall._look = looking  # type: ignore[method-assign]
+    told = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0], sleep=time.sleep)
+    client.time = told  # type: ignore[assignment, attr-defined]
 
 
 def test_the_time_out_holds_for_a_group_that_was_there() -> None:
     text, _ = run_ranks(adopts_alone, 2, env=NO_LOCAL_RANK)
-    assert "did not come within 1 s: 1" in text
+    assert f"did not come within {NEVER_S:g} s: 1" in text
 
 
 def user_destroys_the_group(rank: int, world_size: int) -> bool:
@@ -307,20 +331,25 @@ def test_a_group_destroyed_by_the_user_is_no_world() -> None:
 # ---- somebody is missing
 
 
-def comes_or_not(rank: int, world_size: int, missing: list[int]) -> None:
+def comes_or_not(rank: int, world_size: int, missing: list[int], folder: str) -> None:
     if rank in missing:
         return
-    try:
-        world.init(timeout_s=2.0)
-    except RuntimeError as error:
-        assert type(error).__name__ == "WorldError"
-        assert f"{len(missing)} of 4 ranks did not come within 2 s: {', '.join(map(str, missing))}" in str(error)
-        return
-    raise AssertionError("a world without these ranks")
+    here = [each for each in range(world_size) if each not in missing]
+
+    def have(done: str) -> bool:
+        Path(folder, f"{rank} {done}").touch()
+        return all(Path(folder, f"{each} {done}").exists() for each in here)
+
+    expires_when(lambda: have("waits"))
+    with pytest.raises(WorldError) as caught:
+        world.init(timeout_s=NEVER_S)
+    until(lambda: have("raised"))  # one of them keeps the store
+    who = ", ".join(map(str, missing))
+    assert f"{len(missing)} of {world_size} ranks did not come within {NEVER_S:g} s: {who}" in str(caught.value)
 
 
-def test_who_did_not_come_is_named_on_every_rank() -> None:
-    run_ranks(comes_or_not, 4, [1, 3], init=False)
+def test_who_did_not_come_is_named_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(comes_or_not, 4, [1, 3], str(tmp_path), init=False)
 
 
 def refused(rank: int, world_size: int, timeout_s: float, claims: str = "", folder: str = "") -> str:
@@ -351,7 +380,7 @@ def alone_as(rank: int, port: int, timeout_s: float) -> str:
 
 def test_a_store_that_is_not_there_is_named() -> None:
     port = free_port()
-    text = alone_as(1, port, 1.0)
+    text = alone_as(1, port, EXPIRES_S)
     assert f"127.0.0.1:{port}" in text
     assert "[rank 1]" in text
 
@@ -359,8 +388,10 @@ def test_a_store_that_is_not_there_is_named() -> None:
 def test_a_stranger_at_the_port_does_not_hold_us_and_is_named_by_rank_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
-        assert "is no store of PyTorch" in alone_as(1, port, 1.0)
-        assert f"port {port} is taken by another process of this machine (127.0.0.1:{port})" in alone_as(0, port, 2.0)
+        assert "is no store of PyTorch" in alone_as(1, port, EXPIRES_S)
+        assert f"port {port} is taken by another process of this machine (127.0.0.1:{port})" in alone_as(
+            0, port, NEVER_S
+        )
 
 
 def test_two_processes_with_one_rank_are_told(tmp_path: Path) -> None:
@@ -376,12 +407,12 @@ LEAVES = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from guozhuang import world
-me = world.init(timeout_s=150)
+me = world.init(timeout_s=3600)
 dist.barrier()
 how = sys.argv[1]
 if me.rank == 1:
     if how == "stays":
-        time.sleep(60)
+        time.sleep(3600)
     os.kill(os.getpid(), signal.SIGKILL)
 works = [dist.all_reduce(torch.ones(300_000), async_op=True) for _ in range(4)]
 if how == "stays":
@@ -412,7 +443,7 @@ def test_ranks_that_lost_a_peer_leave_with_their_own_code(how: str, codes: list[
 
 @pytest.mark.slow
 def test_an_exception_does_not_wait_for_a_peer_that_stays() -> None:
-    """See [Note: leaving]: the collective that rank 1 never joins would hold rank 0 for 30 s."""
+    """See [Note: leaving]: the collective that rank 1 never joins would hold rank 0 for an hour."""
     failed, stays = ranks_that_leave("stays", 2)
     try:
         code, _, err = end_of(failed)
@@ -469,15 +500,33 @@ def test_errors_can_be_collected() -> None:
     assert killed.exit_code == -signal.SIGKILL
 
 
-def one_sleeps(rank: int, world_size: int) -> None:
+def one_sleeps(rank: int, world_size: int, folder: str) -> None:
+    main, function = threading.get_ident(), "one_sleeps" if rank == 1 else "barrier"
+
+    def tell() -> None:
+        until(lambda: function in [each.name for each in traceback.extract_stack(sys._current_frames()[main])])
+        Path(folder, str(rank)).touch()
+
+    threading.Thread(target=tell).start()
     if rank == 1:
         time.sleep(600)
     dist.barrier()
 
 
-def test_a_hung_rank_is_asked_where_it_is() -> None:
+def test_a_hung_rank_is_asked_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead_s = 0.0
+
+    def time_passes(receivers: list[Any], timeout: float) -> list[Any]:
+        nonlocal ahead_s
+        until(lambda: len(os.listdir(tmp_path)) == 2)
+        ahead_s = NEVER_S
+        return []
+
+    told = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s, sleep=time.sleep)
+    monkeypatch.setattr(ranks, "time", told)
+    monkeypatch.setattr(ranks, "multiprocessing", SimpleNamespace(connection=SimpleNamespace(wait=time_passes)))
     with pytest.raises(AssertionError) as caught:
-        run_ranks(one_sleeps, 2, timeout_s=1.5)
+        run_ranks(one_sleeps, 2, str(tmp_path))
     assert "in one_sleeps" in str(caught.value)
     assert "in barrier" in str(caught.value)
 
@@ -515,12 +564,13 @@ def test_a_heartbeat_runs_in_every_world_whose_store_can_carry_it(tmp_path: Path
 # ---- meeting, where something is odd
 
 
-def test_an_address_of_ipv6_may_stand_in_brackets() -> None:
+def test_an_address_of_ipv6_may_stand_in_brackets(tmp_path: Path) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6 on loopback")
-    ends = run_ranks(enters_twice, 2, init=False, env={"MASTER_ADDR": "[::1]", "GUOZHUANG_BACKEND": "gloo"})
+    env = {"MASTER_ADDR": "[::1]", "GUOZHUANG_BACKEND": "gloo"}
+    ends = run_ranks(enters_twice, 2, str(tmp_path), init=False, env=env)
     assert [sums for _, _, sums in ends] == [[3, 3, 3]] * 2
 
 
@@ -529,13 +579,31 @@ def store_stops_answering(rank: int, world_size: int, folder: str) -> str:
     keeper = Path(folder, "pid")
     if rank == 0:
         keeper.write_text(str(os.getpid()))
-        store, _ = session.meet(discover(), 20)
+        store, _ = session.meet(discover(), LIMIT_S)
         while not store.check(["claim/1"]):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGSTOP)
         return ""
+    clients: list[client.Client] = []
+    make = meet._RollCall.__init__
+
+    def making(call: Any, *arguments: Any) -> None:
+        make(call, *arguments)
+        clients.append(call._client)
+
+    def expire() -> None:
+        until(lambda: keeper.exists() and psutil.Process(int(keeper.read_text())).status() == psutil.STATUS_STOPPED)
+        while not has_raised:  # each look makes it long again
+            clients[0].limit_s = EXPIRES_S
+            time.sleep(0.01)
+
+    meet._RollCall.__init__ = making  # type: ignore[method-assign]
+    has_raised, expiring = False, threading.Thread(target=expire)
+    expiring.start()
     with pytest.raises(WorldError) as caught:
-        world.init(timeout_s=1.0)
+        world.init(timeout_s=NEVER_S)
+    has_raised = True
+    expiring.join()
     os.kill(int(keeper.read_text()), signal.SIGCONT)
     return str(caught.value)
 
