@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,61 @@ from guozhuang.world import session
 from guozhuang.world.discovery import discover
 from guozhuang.world.identity import Identity
 from tests.launching import Launched, guozhuang, python, write
+from tests.processes.shm_peers import state_of
 from tests.ranks import RankError, run_ranks
-from tests.waiting import LIMIT_S, NEVER_S, until
+from tests.waiting import EXPIRES_S, LIMIT_S, NEVER_S, until
 
 COMMAND = "import sys; from guozhuang.check import main; sys.exit(main(sys.argv[1:]))"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
-def part(number: int, size: int, timeout_s: float, trouble: str, over: str) -> str:
+def be_patient() -> None:
+    """Have nothing time out in the check of this process."""
+    steps._ANSWER_S = steps._CONNECT_S = steps._CONNECT_ONE_S = steps._CLOCKS_S = LIMIT_S  # type: ignore[misc]
+    steps.ENDED_S = measure.PAIR_LIMIT_S = worker._LATE_S = worker._LEAVE_S = LIMIT_S  # type: ignore[misc]
+
+
+def expect(trouble: str, struck: Path) -> None:
+    """Have time out, on rank 0, what waits for a rank that is missing or in trouble."""
+    what, _, when = trouble.partition(" while ")
+    read, lead, reductions = worker.read, measure.lead, measure.reductions
+    collect, collect_links = steps.Steps._collect, steps.Steps._collect_links
+    if what == "stuck":
+        steps.ENDED_S = EXPIRES_S  # type: ignore[misc]
+
+    def read_facts(store: Any, key: str, limit_s: float = 0.0) -> Any:
+        return read(store, key, EXPIRES_S if key == "facts/2" else limit_s)
+
+    def lead_first(pair: Any) -> Any:
+        measure.lead = lead  # the first pair is that with rank 1
+        until(struck.exists)
+        pair.limit(EXPIRES_S if what == "stuck" else LIMIT_S)
+        return lead(pair)
+
+    if when == "ranks meet":
+        worker.read = read_facts  # type: ignore[assignment]
+    if when == "links":
+        measure.lead = lead_first
+    if what == "stuck" and when == "links":
+        steps.Steps._collect_links = lambda self, pairs, deadline: collect_links(  # type: ignore[method-assign]
+            self, pairs, time.monotonic() + EXPIRES_S if (0, 1) in pairs else deadline
+        )
+    if when == "all_reduce":
+        measure.reductions = lambda limit_s, sizes: reductions(EXPIRES_S, sizes)
+        steps.Steps._collect = lambda self, key_of, groups, deadline: collect(  # type: ignore[method-assign]
+            self, key_of, groups, time.monotonic() + EXPIRES_S if "reduced/1" in key_of.values() else deadline
+        )
+
+
+def part(number: int, size: int, trouble: str, over: str) -> str:
     """One rank's part; rank 0 returns the result as JSON, and makes the file ``over``. ``trouble`` happens on rank 1."""
     what, _, when = trouble.partition(" while ")
+    be_patient()
+    if number == 0:
+        expect(trouble, Path(f"{over}.struck"))
 
     def strike(*_: Any) -> Any:
+        Path(f"{over}.struck").touch()
         if what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         until(Path(over).exists)
@@ -48,18 +92,19 @@ def part(number: int, size: int, timeout_s: float, trouble: str, over: str) -> s
         found.append(to_json(results, judge(results)))
         return json.loads(found[0])["exit_code"]
 
-    code = worker.take_part(timeout_s, keep)
+    code = worker.take_part(LIMIT_S, keep)
     if number == 0:
         Path(over).touch()
     assert code == (json.loads(found[0])["exit_code"] if found else 0)
     return found[0] if found else ""
 
 
-def checked(num_ranks: int, timeout_s: float = LIMIT_S, trouble: str = "", **env: str) -> tuple[CheckResults, set[str]]:
+def checked(num_ranks: int, trouble: str = "", **env: str) -> tuple[CheckResults, set[str]]:
     """(the result of rank 0, the kinds of what was found)."""
     with tempfile.TemporaryDirectory() as folder:
-        more = (timeout_s, trouble, f"{folder}/over")
-        answers = run_ranks(part, num_ranks, *more, init=False, env=env, collect_errors=bool(trouble))
+        answers = run_ranks(
+            part, num_ranks, trouble, f"{folder}/over", init=False, env=env, collect_errors=bool(trouble)
+        )
     assert not isinstance(answers[0], RankError), answers[0].text
     results = from_json(answers[0])
     return results, {each.kind for each in judge(results) if each.level == "fail"}
@@ -72,13 +117,13 @@ def test_ranks_of_a_launcher_measure_everything() -> None:
     assert not results.absences
     assert [(each.a, each.b, each.failure) for each in results.links] == [(0, 1, ""), (0, 2, ""), (1, 2, "")]
     for link in results.links:
-        assert link.latency_s is not None and 1e-6 < link.latency_s < 0.05
+        assert link.latency_s is not None and 1e-6 < link.latency_s < LIMIT_S
         assert link.latency_repeats >= 5
         for speed, repeats in (
             (link.forward_bytes_per_s, link.forward_repeats),
             (link.backward_bytes_per_s, link.backward_repeats),
         ):
-            assert speed is not None and 1e7 < speed < 1e11
+            assert speed is not None and 16e6 / LIMIT_S < speed < 1e11
             assert repeats >= 1
     told = [(each.backend, each.is_default) for each in results.reductions]
     assert told == [("shm", True), ("shm", True), ("gloo", False), ("gloo", False)]
@@ -90,7 +135,7 @@ def test_ranks_of_a_launcher_measure_everything() -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_and_the_others_are_measured() -> None:
-    results, kinds = checked(2, 2.0, WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
+    results, kinds = checked(2, "missing while ranks meet", WORLD_SIZE="3", LOCAL_WORLD_SIZE="3")
     assert kinds == {"missing-rank"}
     assert [(each.rank, each.what) for each in results.absences] == [(2, "did not come")]
     assert [(each.a, each.b, each.failure) for each in results.links] == [(0, 1, "")]
@@ -98,7 +143,7 @@ def test_a_rank_that_never_comes_is_named_and_the_others_are_measured() -> None:
 
 
 def test_a_rank_that_is_killed_in_the_middle_is_named_and_the_others_are_measured() -> None:
-    results, kinds = checked(3, 20.0, "killed while links")
+    results, kinds = checked(3, "killed while links")
     assert kinds == {"lost-rank"}
     assert [(each.rank, each.what, each.when) for each in results.absences] == [(1, "stopped", "links were measured")]
     good = [(each.a, each.b) for each in results.links if not each.failure]
@@ -107,7 +152,7 @@ def test_a_rank_that_is_killed_in_the_middle_is_named_and_the_others_are_measure
 
 @pytest.mark.slow
 def test_a_rank_that_is_stuck_is_named() -> None:
-    results, kinds = checked(3, 4.0, "stuck while links")
+    results, kinds = checked(3, "stuck while links")
     assert kinds == {"lost-rank"}
     assert [(each.rank, each.what) for each in results.absences] == [(1, "does not answer")]
     assert [(each.a, each.b) for each in results.links if not each.failure] == [(0, 2)]
@@ -115,7 +160,7 @@ def test_a_rank_that_is_stuck_is_named() -> None:
 
 @pytest.mark.parametrize("what", ["killed", "stuck"])
 def test_a_rank_that_stops_in_all_reduce_is_named(what: str) -> None:
-    results, kinds = checked(2, 4.0, f"{what} while all_reduce")
+    results, kinds = checked(2, f"{what} while all_reduce")
     assert kinds == {"lost-rank"}
     assert [each.rank for each in results.absences] == [1]
     assert results.absences[0].when == "all_reduce was measured"
@@ -126,7 +171,8 @@ def test_a_rank_that_stops_in_all_reduce_is_named(what: str) -> None:
 def twice(number: int, size: int) -> str:
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(min(number, 1))
     try:
-        worker.take_part(2.0, lambda results: 0)
+        be_patient()
+        worker.take_part(LIMIT_S, lambda results: 0)
     except UsageError as error:
         return str(error)
     return ""
@@ -142,7 +188,7 @@ def test_two_processes_with_one_rank_are_told() -> None:
 def apart(number: int, size: int) -> tuple[int, str]:
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        code = worker.take_part(1.5, lambda results: 0)
+        code = worker.take_part(EXPIRES_S, lambda results: 0)
     return code, said.getvalue()
 
 
@@ -156,7 +202,7 @@ def test_a_rank_that_reaches_nobody_says_so_itself() -> None:
 
 
 def test_by_itself_it_starts_ranks_and_prints_tables(tmp_path: Path) -> None:
-    done = guozhuang("check", "-np", 2, folder=tmp_path, timeout_s=100)
+    done = guozhuang("check", "-np", 2, "--timeout", LIMIT_S, folder=tmp_path)
     assert done.returncode == 0, done
     for words in (
         "2 ranks on 1 node",
@@ -172,7 +218,7 @@ def test_by_itself_it_starts_ranks_and_prints_tables(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_under_torchrun_json_is_all_there_is_on_stdout(tmp_path: Path) -> None:
-    done = python(*TORCHRUN, "--nproc-per-node=2", write(tmp_path, COMMAND), "--json")
+    done = python(*TORCHRUN, "--nproc-per-node=2", write(tmp_path, COMMAND), "--json", "--timeout", LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(done.stdout)
     assert document["schema_version"] == 1
@@ -187,7 +233,7 @@ def test_a_rank_killed_under_torchrun_is_told_before_the_launcher_ends_the_other
         "import os, time\nfrom guozhuang.check import measure\n"
         "if os.environ['RANK'] == '1':\n    measure.follow = lambda *_: os.kill(os.getpid(), 9)\n"
     )
-    done = python(*TORCHRUN, "--nproc-per-node=3", write(tmp_path, strike + COMMAND), "--json")
+    done = python(*TORCHRUN, "--nproc-per-node=3", write(tmp_path, strike + COMMAND), "--json", "--timeout", LIMIT_S)
     assert done.returncode == 1
     document = json.loads(done.stdout)
     assert document["absences"][0]["rank"] == 1
@@ -197,7 +243,7 @@ def test_a_rank_killed_under_torchrun_is_told_before_the_launcher_ends_the_other
 
 def stopped_store(number: int, size: int) -> str:
     """Rank 0 keeps the store and is stopped; rank 1 asks."""
-    steps._ANSWER_S = 0.5
+    be_patient()
     store, meeting = session.meet(discover(), LIMIT_S)
     mine = steps.store_of(meeting, store, discover())
     if number == 0:
@@ -206,10 +252,13 @@ def stopped_store(number: int, size: int) -> str:
         return ""
     keeper = steps.read(mine, "pid", LIMIT_S)
     os.kill(keeper, signal.SIGSTOP)
+    until(lambda: state_of(keeper) == "T")
+    steps._ANSWER_S = EXPIRES_S  # type: ignore[misc]
+    hurried = steps.store_of(meeting, store, discover())
     try:
-        steps.read(mine, "never", NEVER_S)
+        steps.read(hurried, "never", NEVER_S)
     except WorldError as error:
-        return f"{bool(mine.lost)} {error}"
+        return f"{bool(hurried.lost)} {error}"
     finally:
         os.kill(keeper, signal.SIGCONT)
         mine.inner.set("over", "true")
@@ -249,7 +298,7 @@ def test_a_second_signal_changes_nothing() -> None:
     assert end_twice() == ["let go", "rank 0 got SIGTERM"]
 
 
-def ended(number: int, size: int, when: str) -> str:
+def ended(number: int, size: int, when: str, over: str) -> str:
     """Rank 0 gets a signal from inside of what it is doing."""
     if number == 0:
         owner, name = {"facts": (worker, "collect"), "store": (worker, "write")}[when]
@@ -260,12 +309,14 @@ def ended(number: int, size: int, when: str) -> str:
             return before(*given)
 
         setattr(owner, name, strike)
-    return part(number, size, 3.0, "", os.devnull)
+    return part(number, size, "", over)
 
 
 @pytest.mark.parametrize("when", ["facts", "store"])
-def test_a_signal_while_the_ranks_meet_leaves_a_result(when: str) -> None:
-    answers = run_ranks(ended, 1, when, init=False, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+def test_a_signal_while_the_ranks_meet_leaves_a_result(when: str, tmp_path: Path) -> None:
+    answers = run_ranks(
+        ended, 1, when, str(tmp_path / "over"), init=False, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    )
     results = from_json(answers[0])
     assert [(each.what, each.when, each.reason) for each in results.absences] == [
         ("was ended", "the ranks met", "rank 0 got SIGTERM")
