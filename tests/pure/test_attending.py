@@ -36,6 +36,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.out, self.into = os.pipe()
+        os.set_blocking(self.out, False)
         self.read: list[tuple[str, bytes]] = []
         self.has_ended, self.fails = False, False
         self.attendant = Attendant(self.process, lambda: self.has_ended, 0.001, NoMessages())
@@ -60,7 +61,10 @@ class Reads:
 
     def process(self, ready: Set[int] | None) -> float:
         if ready and self.out in ready:
-            self.read.append((threading.current_thread().name, os.read(self.out, 1)))
+            try:
+                self.read.append((threading.current_thread().name, os.read(self.out, 1)))
+            except BlockingIOError:
+                return 3600.0  # another thread has read it since this one polled
             if self.fails:
                 raise KeyboardInterrupt
         return 3600.0
