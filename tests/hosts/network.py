@@ -103,6 +103,12 @@ class Hosts:
         counter = "/sys/class/net/eth0/statistics/tx_bytes"
         return int(_ip("netns", "exec", self._name(host), "cat", counter))
 
+    def awaits_answers(self, host: int) -> bool:
+        """Whether a process of the host has sent something over a connection that nobody has acknowledged so far."""
+        table = _ip("netns", "exec", self._name(host), "cat", "/proc/net/tcp", "/proc/net/tcp6")
+        rows = [line.split() for line in table.splitlines()]
+        return any(fields[3] == "01" and int(fields[4].partition(":")[0], 16) for fields in rows)
+
     def cut(self, host: int) -> None:
         """Pull the host's cable: nothing arrives any more, and nobody is told."""
         _ip("-n", self._switch, "link", "set", f"p{host}", "down")
@@ -173,7 +179,7 @@ class Running:
     def text(self) -> str:
         return self._path.read_text() if self._path.exists() else ""
 
-    def says(self, *patterns: str, limit_s: float = 100.0) -> str:
+    def says(self, *patterns: str, limit_s: float = LIMIT_S) -> str:
         """Wait until it has printed all of that; return what it has printed."""
         until(
             lambda: all(re.search(pattern, self.text) for pattern in patterns),
@@ -183,7 +189,7 @@ class Running:
         )
         return self.text
 
-    def wait(self, limit_s: float = 60.0) -> tuple[int, str]:
+    def wait(self, limit_s: float = LIMIT_S) -> tuple[int, str]:
         """Its exit code, and all that it printed."""
         return self.process.wait(limit_s), self.text
 
@@ -193,7 +199,7 @@ def run_everywhere(
     ranks_of_hosts: Sequence[int],
     command: Sequence[str],
     env: Mapping[str, str],
-    timeout_s: float = 60.0,
+    timeout_s: float = LIMIT_S,
     expect_failure: bool = False,
 ) -> list[str]:
     """Run a command once per rank, with the environment of torchrun; return what each printed, in rank order.

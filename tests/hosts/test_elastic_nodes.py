@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -134,10 +133,10 @@ def test_a_lost_node_is_left_behind(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_signal_while_waiting_for_others_ends_the_agent(start: Start, tmp_path: Path) -> None:
+def test_a_signal_while_waiting_for_others_ends_the_agent(start: Start, hosts: Hosts, tmp_path: Path) -> None:
     agent = start(0, "--nnodes 2 --master-addr 10.77.0.10 --node-rank 0")
     until(lambda: list((tmp_path / "tmp").glob("guozhuang-run-*")))
-    time.sleep(1)
+    until(lambda: hosts.listening(0))
     lines = {p: p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])}
     script = str(tmp_path / "train.py")
     [process] = [p for p, line in lines.items() if line[1:4] == ["-m", "guozhuang", "run"] and script in line]

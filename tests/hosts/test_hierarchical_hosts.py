@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.hosts.network import Hosts, missing, run_everywhere
 from tests.hosts.worker import BUCKET_BYTES
 from tests.launching import environment
-from tests.waiting import LIMIT_S, NEVER_S
+from tests.waiting import EXPIRES_S, LIMIT_S, NEVER_S
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing() or "it can")]
 
@@ -51,9 +52,11 @@ def test_the_link_carries_a_bucket_once_per_node(layout: list[int]) -> None:
     ids=str,
 )
 @pytest.mark.slow
-def test_a_rank_killed_on_one_host_is_known_on_the_other_at_once(layout: list[int], victim: int) -> None:
+def test_a_rank_killed_on_one_host_is_known_on_the_other_at_once(
+    layout: list[int], victim: int, tmp_path: Path
+) -> None:
     with Hosts(len(layout), rate="1gbit") as hosts:
-        command = [*WORKER, "lose", str(victim), "kill", str(NEVER_S)]
+        command = [*WORKER, "lose", str(victim), "kill", str(NEVER_S), str(tmp_path)]
         printed = run_everywhere(hosts, layout, command, environment(), expect_failure=True)
     answers = [found(out) for rank, out in enumerate(printed) if rank != victim]
     if layout == [3, 1]:  # alone on its host, it had nobody who knew its process
@@ -63,7 +66,7 @@ def test_a_rank_killed_on_one_host_is_known_on_the_other_at_once(layout: list[in
 
 
 @pytest.mark.slow
-def test_a_cut_cable_raises_everywhere_at_the_time_out() -> None:
+def test_a_cut_cable_raises_everywhere_at_the_time_out(tmp_path: Path) -> None:
     with Hosts(2, rate="1gbit") as hosts:
         processes = []
         for rank in range(4):
@@ -71,7 +74,8 @@ def test_a_cut_cable_raises_everywhere_at_the_time_out() -> None:
                 "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
                 "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1",
             }  # fmt: skip
-            processes.append(hosts.start(rank // 2, [*WORKER, "lose", "-1", "cut", "4"], environment() | own))
+            command = [*WORKER, "lose", "-1", "cut", str(40 * EXPIRES_S), str(tmp_path)]
+            processes.append(hosts.start(rank // 2, command, environment() | own))
         for process in processes:
             assert process.stdout is not None
             while (line := process.stdout.readline()).strip() != "READY":

@@ -26,6 +26,7 @@ from tests.waiting import LIMIT_S, remaining, until
 
 pytestmark = [pytest.mark.waits, pytest.mark.needs_root, pytest.mark.skipif(bool(missing()), reason=missing())]
 
+SLEEPS = "sleep 3600"
 _CLONE_NEWUTS = 0x04000000
 FIXED = "--nnodes 2 --master-addr 10.77.0.10 --rdzv-conf timeout=20,keep_alive_max_attempt=2 --node-rank {host}"
 
@@ -52,22 +53,19 @@ def _be_agent(namespace: str, name: str, arguments: list[str], output: str) -> N
 
 
 class Pair:
-    """Two agents, each with a rank that says "here" and sleeps, unless it is told to end after a moment.
+    """Two agents, each with a rank that says "here".
 
     Args:
-        last: what the rank of host 1 does instead of sleeping.
+        does: what the ranks do after that, as words of a shell; they sleep.
     """
 
-    def __init__(
-        self, hosts: Hosts, folder: Path, options: str, seconds: tuple[float, float] = (600, 600), last: str = ""
-    ) -> None:
+    def __init__(self, hosts: Hosts, folder: Path, options: str, does: tuple[str, str] = (SLEEPS, SLEEPS)) -> None:
         self.hosts, self._folder = hosts, folder
         context = fork_server()
         self.agents: list[BaseProcess] = []
         for host in (0, 1):
             script = folder / f"train{host}.sh"
-            does = last if last and host == 1 else f"sleep {seconds[host]}"
-            script.write_text(f"#!/bin/sh\necho here\n{does}\n")
+            script.write_text(f"#!/bin/sh\necho here\n{does[host]}\n")
             script.chmod(0o755)
             arguments = [*options.format(host=host).split(), "--no-python", str(script)]
             process = context.Process(
@@ -80,8 +78,18 @@ class Pair:
         path = self._folder / f"out{host}"
         return path.read_text() if path.exists() else ""
 
-    def says(self, host: int, pattern: str, limit_s: float = LIMIT_S) -> None:
-        until(lambda: re.search(pattern, self.text(host)), limit_s, told=lambda: f"{pattern!r}:\n{self.text(host)}")
+    def says(self, host: int, pattern: str) -> None:
+        until(lambda: re.search(pattern, self.text(host)), told=lambda: f"{pattern!r}:\n{self.text(host)}")
+
+    def agent(self, host: int) -> psutil.Process:
+        return psutil.Process(self.agents[host].pid)
+
+    def is_done(self, host: int) -> bool:
+        """Whether the rank of the host has ended and its agent knows."""
+        script = str(self._folder / f"train{host}.sh")
+        return not any(
+            script in each.info["cmdline"][1:2] for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"]
+        )
 
     def meet(self) -> None:
         for host in (0, 1):
@@ -92,9 +100,9 @@ class Pair:
         assert pid is not None
         os.kill(pid, number)
 
-    def end(self, host: int, limit_s: float) -> tuple[int | None, str]:
+    def end(self, host: int) -> tuple[int | None, str]:
         """Its exit code, and what it printed."""
-        self.agents[host].join(limit_s)
+        self.agents[host].join(LIMIT_S)
         return self.agents[host].exitcode, self.text(host)
 
     def left(self) -> list[str]:
@@ -104,13 +112,18 @@ class Pair:
             lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
             return [line for line in lines if str(self._folder) in line]
 
-        return remaining(found, LIMIT_S)
+        return remaining(found)
 
     def close(self) -> None:
         for agent in self.agents:
             agent.kill()
             agent.join()
             agent.close()
+
+
+def gate(folder: Path) -> str:
+    """What a rank does that waits for a file."""
+    return f"while [ ! -e {folder}/go ]; do sleep 0.05; done"
 
 
 @pytest.fixture
@@ -127,8 +140,8 @@ def pairs(hosts: Hosts, tmp_path: Path) -> Iterator[list[Pair]]:
         pair.close()
 
 
-def pair_of(pairs: list[Pair], hosts: Hosts, folder: Path, options: str, *seconds: float) -> Pair:
-    pairs.append(Pair(hosts, folder, options, (seconds[0], seconds[1]) if seconds else (600, 600)))
+def pair_of(pairs: list[Pair], hosts: Hosts, folder: Path, options: str, *does: str) -> Pair:
+    pairs.append(Pair(hosts, folder, options, (does[0], does[1]) if does else (SLEEPS, SLEEPS)))
     pairs[-1].meet()
     return pairs[-1]
 
@@ -137,7 +150,7 @@ def pair_of(pairs: list[Pair], hosts: Hosts, folder: Path, options: str, *second
 def test_an_agent_that_is_killed(pairs: list[Pair], hosts: Hosts, tmp_path: Path, host: int) -> None:
     pair = pair_of(pairs, hosts, tmp_path, FIXED)
     pair.signal(host, signal.SIGKILL)
-    code, text = pair.end(1 - host, 30)
+    code, text = pair.end(1 - host)
     assert code == 1, text
     if host == 1:
         assert "node 1 (host h1): no sign of life of its agent for" in text
@@ -151,7 +164,7 @@ def test_a_cable_that_is_cut(pairs: list[Pair], hosts: Hosts, tmp_path: Path) ->
     """To the other node it is the same as a host that is switched off."""
     pair = pair_of(pairs, hosts, tmp_path, FIXED)
     hosts.cut(1)
-    ends = [pair.end(host, 30) for host in (0, 1)]
+    ends = [pair.end(host) for host in (0, 1)]
     assert [code for code, _ in ends] == [1, 1], ends
     assert "node 1 (host h1): no sign of life of its agent for" in ends[0][1]
     assert re.search(
@@ -168,38 +181,44 @@ def test_a_signal_ends_an_agent_whose_store_does_not_answer(
     """It stands in a call of the store then, which would go on for a quarter of an hour."""
     pair = pair_of(pairs, hosts, tmp_path, FIXED.replace("max_attempt=2", "max_attempt=600"))
     hosts.cut(1)
-    time.sleep(0.5)
+    until(lambda: hosts.awaits_answers(1))
     pair.signal(1, number)
-    code, text = pair.end(1, 30)
+    code, text = pair.end(1)
     assert code == 128 + number, text
     pair.signal(0, signal.SIGTERM)
-    assert pair.end(0, 30)[0] == 143
+    assert pair.end(0)[0] == 143
 
 
 def test_a_node_that_has_finished_hears_of_the_end_of_the_others(
     pairs: list[Pair], hosts: Hosts, tmp_path: Path
 ) -> None:
-    pair = pair_of(pairs, hosts, tmp_path, FIXED, 600, 0.1)
-    time.sleep(0.5)
+    pair = pair_of(pairs, hosts, tmp_path, FIXED, SLEEPS, "true")
+    until(lambda: pair.is_done(1))
     pair.signal(0, signal.SIGKILL)
-    code, text = pair.end(1, 30)
+    code, text = pair.end(1)
     assert code == 1 and "which keeps the store, is gone" in text, text
 
 
 def test_nodes_that_end_at_different_times_end_well(pairs: list[Pair], hosts: Hosts, tmp_path: Path) -> None:
-    pair = pair_of(pairs, hosts, tmp_path, FIXED, 0.2, 1.5)
-    ends = [pair.end(host, 30) for host in (0, 1)]
+    pair = pair_of(pairs, hosts, tmp_path, FIXED, "true", gate(tmp_path))
+    until(lambda: pair.is_done(0))
+    (tmp_path / "go").touch()
+    ends = [pair.end(host) for host in (0, 1)]
     assert [code for code, _ in ends] == [0, 0], ends
 
 
 @pytest.mark.slow
 def test_an_agent_that_was_stopped_for_a_moment_goes_on(pairs: list[Pair], hosts: Hosts, tmp_path: Path) -> None:
-    pair = pair_of(pairs, hosts, tmp_path, FIXED.replace("max_attempt=2", "max_attempt=4"), 5, 5)
+    pair = pair_of(pairs, hosts, tmp_path, FIXED.replace("max_attempt=2", "max_attempt=600"), *[gate(tmp_path)] * 2)
     for host in (0, 1):
         pair.signal(host, signal.SIGSTOP)
-        time.sleep(1.5)
+        until(lambda host=host: pair.agent(host).status() == psutil.STATUS_STOPPED)
+        other, before = pair.agent(1 - host), pair.agent(1 - host).num_ctx_switches().voluntary
+        # The other one looks every 0.1 s, and waits for an answer if the stopped one keeps the store.
+        until(lambda other=other, before=before: other.num_ctx_switches().voluntary > before + 10)
         pair.signal(host, signal.SIGCONT)
-    ends = [pair.end(host, 30) for host in (0, 1)]
+    (tmp_path / "go").touch()
+    ends = [pair.end(host) for host in (0, 1)]
     assert [code for code, _ in ends] == [0, 0], ends
 
 
@@ -210,11 +229,10 @@ def test_an_agent_that_was_stopped_for_long_is_given_up(
 ) -> None:
     pair = pair_of(pairs, hosts, tmp_path, FIXED)
     pair.signal(host, signal.SIGSTOP)
-    code, text = pair.end(1 - host, 30)
+    code, text = pair.end(1 - host)
     assert code == 1 and ("no sign of life" in text or "has not answered" in text), text
-    time.sleep(3)
     pair.signal(host, signal.SIGCONT)
-    code, text = pair.end(host, 30)
+    code, text = pair.end(host)
     assert code == 1, text
     assert not pair.left()
 
@@ -225,23 +243,23 @@ def test_a_failure_is_told_to_the_others_also_where_nobody_reads(
 ) -> None:
     """The output of host 1 is a full pipe, as of a terminal that was stopped or of a pager."""
     os.mkfifo(tmp_path / "out1")
-    fills = f"[ -e {tmp_path}/once ] && sleep 600\ntouch {tmp_path}/once\nhead -c 300000 /dev/zero &\nsleep 1\nexit 3"
+    fills = f"[ -e {tmp_path}/once ] && sleep 3600\ntouch {tmp_path}/once\nhead -c 300000 /dev/zero &\nsleep 1\nexit 3"
     options = FIXED.replace("max_attempt=2", "max_attempt=600") + f" --max-restarts {max_restarts}"
-    pair = Pair(hosts, tmp_path, options, last=fills)
+    pair = Pair(hosts, tmp_path, options, (SLEEPS, fills))
     pairs.append(pair)
     if max_restarts:
-        pair.says(0, "here\n(.*\n)*.*here", 20)
+        pair.says(0, "here\n(.*\n)*.*here")
         pair.signal(0, signal.SIGTERM)
-        assert pair.end(0, 30)[0] == 143
+        assert pair.end(0)[0] == 143
     else:
-        code, text = pair.end(0, 30)
+        code, text = pair.end(0)
         assert code == 3 and "node 1: rank 1 failed first: exit code 3" in text, text
         pipe = os.open(tmp_path / "out1", os.O_RDONLY | os.O_NONBLOCK)
         read, deadline = b"", time.monotonic() + LIMIT_S
         while pair.agents[1].is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(BlockingIOError):
                 read += os.read(pipe, 1 << 16)
-            pair.agents[1].join(0.01)
+            time.sleep(0.01)
         os.close(pipe)
         assert pair.agents[1].exitcode == 3 and b"rank 1 failed first: exit code 3" in read
     pair.agents[1].kill()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import guozhuang as gz  # registers "shm"
 from guozhuang.errors import PeerLost, WorldError
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 
 BUCKET_BYTES = 24 << 20
 _COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -48,29 +48,43 @@ def link_bytes(backend: str) -> dict[str, Any]:
         ("broadcast", lambda: dist.broadcast(bucket, 0)),
     ):
         dist.barrier()
-        time.sleep(0.1)  # acknowledgements of the barrier
+        sent_before()
         dist.barrier()
         before = int(_COUNTER.read_text())
         call()
         dist.barrier()
-        time.sleep(0.1)
-        sent[name] = int(_COUNTER.read_text()) - before
+        sent[name] = sent_before() - before
         dist.barrier()
     kind = type(dist.group.WORLD).__name__
     dist.destroy_process_group()
     return {"sent": sent, "kind": kind}
 
 
-def lose(victim: str, how: str, timeout_s: str) -> dict[str, Any]:
-    """The rank ``victim`` dies or falls silent in the middle of all_reduces; how the others learn of it."""
-    dist.init_process_group("shm", timeout=datetime.timedelta(seconds=float(timeout_s)))
+def sent_before() -> int:
+    """What the host has put on the link, once no more is added: acknowledgements come a moment later."""
+    before, found = -1, int(_COUNTER.read_text())
+    while found != before:
+        time.sleep(0.1)
+        before, found = found, int(_COUNTER.read_text())
+    return found
+
+
+def lose(victim: str, how: str, timeout_s: str, folder: str) -> dict[str, Any]:
+    """The rank ``victim`` dies or falls silent in the middle of all_reduces; how the others learn of it.
+
+    The time-out holds from then on. The ranks leave a file each in the folder when they need nobody any more.
+    """
+    dist.init_process_group("shm", timeout=datetime.timedelta(seconds=LIMIT_S))
+    rank, size = dist.get_rank(), dist.get_world_size()
     bucket = torch.ones(BUCKET_BYTES // 4)
     dist.all_reduce(bucket)
-    pids: list[Any] = [None] * dist.get_world_size()
+    pids: list[Any] = [None] * size
     dist.all_gather_object(pids, os.getpid())
     dist.barrier()
+    group: Any = dist.group.WORLD
+    group.set_timeout(datetime.timedelta(seconds=float(timeout_s)))
     print("READY", flush=True)
-    if dist.get_rank() == int(victim):
+    if rank == int(victim):
         for _ in range(3):
             dist.all_reduce(bucket)
         if how == "kill":
@@ -82,6 +96,10 @@ def lose(victim: str, how: str, timeout_s: str) -> dict[str, Any]:
     except WorldError as caught:
         error = caught
     dist.destroy_process_group()  # which waits for nobody
+    (Path(folder) / str(rank)).touch()
+    if rank == 0:  # it keeps the store, which others may still read
+        others = [Path(folder) / str(each) for each in range(size) if each != int(victim)]
+        until(lambda: all(each.exists() for each in others))
     return {
         "text": str(error),
         "rank": error.rank if isinstance(error, PeerLost) else None,
@@ -104,7 +122,4 @@ if __name__ == "__main__":
     case, *arguments = sys.argv[1:]
     found = {"link_bytes": link_bytes, "lose": lose, "default": default}[case](*arguments)  # type: ignore[operator]
     print("FOUND " + json.dumps(found), flush=True)
-    time.sleep(
-        1.5 if case == "lose" else 0
-    )  # rank 0 keeps the store here, which others may still read; else a launcher does
     os._exit(0)  # gloo's threads have nothing to say any more
