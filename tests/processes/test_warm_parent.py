@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from guozhuang.launch import guard
 from guozhuang.launch.crew import Crew, entry
 from guozhuang.launch.warm import ForkedRank, NotWarmError, WarmParent
 from tests import launching
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 
 FACTS = """
 import json, os, signal, sys, time
@@ -44,7 +43,7 @@ ENDS = {
     "error": ("def f():\n    1 / 0\nf()", 1),
     "own hook": ("sys.excepthook = lambda *a: print('hook', a[0], a[2].tb_frame.f_code.co_name)\n1 / 0", 1),
     "syntax": ("def", 1),
-    "interrupt": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", -signal.SIGINT),
+    "interrupt": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(600)", -signal.SIGINT),
     "signal": ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV),
     "pipe": ("import subprocess\nprint(subprocess.run(['sh', '-c', 'kill -PIPE $$']).returncode)", 0),
     "at exit": ("import atexit\natexit.register(print, 'last')\nprint('first')", 0),
@@ -71,9 +70,7 @@ class Ranks:
         return self.crew.pid(3)
 
     def end(self) -> tuple[int, str, str]:
-        deadline = time.monotonic() + 60
-        while not (ended := self.crew.wait(LIMIT_S)):
-            assert time.monotonic() < deadline
+        ended = until(lambda: self.crew.wait(LIMIT_S))
         return ended[3], *((self.folder / f"{name}{self.num_started}").read_text() for name in ("out", "err"))
 
     @property
@@ -125,16 +122,15 @@ def both(folder: Path) -> Iterator[tuple[Ranks, Ranks]]:
 def warm(ranks: Ranks) -> None:
     """Start ranks until one was forked from the warm parent."""
     ranks.crew.keep_warm([sys.executable, "-u", "facts.py"])
-    deadline = time.monotonic() + 60
-    while True:
+
+    def was_forked() -> bool:
         ranks.start("-m", "this")
         is_forked = ranks.is_forked
         done = ranks.end()
         assert done[0] == 0, done
-        if is_forked:
-            return
-        assert time.monotonic() < deadline
-        time.sleep(0.3)
+        return is_forked
+
+    until(was_forked)
 
 
 def ended(ranks: Ranks, is_forked: bool, *words: str, **more: str) -> tuple[int, str, str]:
@@ -202,7 +198,10 @@ def test_a_variable_that_is_read_on_loading_is_obeyed(both: tuple[Ranks, Ranks],
 
 @pytest.mark.slow
 def test_a_rank_outlives_the_warm_parent_and_others_start_without_it(tmp_path: Path, folder: Path) -> None:
-    (folder / "waits.py").write_text("import sys, time\ntime.sleep(1.0)\nsys.exit(5)")
+    go_on = tmp_path / "go on"
+    (folder / "waits.py").write_text(
+        f"import os, sys, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)\nsys.exit(5)"
+    )
     ranks = Ranks(Crew(str(folder / "none")), tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crews, "WARM_AFTER_S", 0.0)
@@ -211,7 +210,10 @@ def test_a_rank_outlives_the_warm_parent_and_others_start_without_it(tmp_path: P
             warm(ranks)
             ranks.start("waits.py")
             assert ranks.is_forked and ranks.crew.warm is not None
-            os.kill(ranks.crew.warm.pid, signal.SIGKILL)
+            parent = psutil.Process(ranks.crew.warm.pid)
+            parent.kill()
+            until(lambda: not parent.is_running() or parent.status() == psutil.STATUS_ZOMBIE)
+            go_on.touch()
             assert ranks.end()[0] == 5
             assert ended(ranks, False, "ends_code.py")[0] == 7
             assert ended(ranks, False, "ends_code.py")[0] == 7
@@ -228,7 +230,7 @@ def test_no_rank_is_forked_where_an_import_leaves_a_thread(tmp_path: Path) -> No
     parent = WarmParent.start(words, os.environ, ["no_such_module", "starts_a_thread"])
     try:
         with pytest.raises(NotWarmError, match="2 threads run after the imports"):
-            parent.wait(60)
+            parent.wait(LIMIT_S)
     finally:
         parent.close()
 
@@ -265,18 +267,26 @@ def test_a_killed_agent_leaves_neither_the_warm_parent_nor_a_forked_rank(tmp_pat
 
 @pytest.mark.parametrize("option", [pytest.param((), marks=pytest.mark.slow), ("--on-failure", "keep-survivors")])
 def test_a_rank_that_is_started_again_is_forked(tmp_path: Path, option: tuple[str, ...]) -> None:
-    """Rank 1 fails until it is a fork, or has failed 30 times; the output has its mark in front as ever."""
+    """Rank 1 fails until it is a fork; the output has its mark in front as ever."""
     script = launching.write(
         tmp_path,
         "import os, sys, time\n"
         "is_forked = 'warm.py' in open('/proc/self/cmdline').read()\n"
         "print('forked' if is_forked else 'not forked')\n"
         "if not is_forked and os.environ['RANK'] == '1':\n"
-        "    time.sleep(1.0)\n"
         "    sys.exit(3)\n",
     )
     done = launching.guozhuang(
-        "run", "-np", 2, "--max-restarts", 30, *option, script, folder=tmp_path, program=PROGRAM, forks_ranks=False
+        "run",
+        "-np",
+        2,
+        "--max-restarts",
+        1_000_000,
+        *option,
+        script,
+        folder=tmp_path,
+        program=PROGRAM,
+        forks_ranks=False,
     )
     assert done.returncode == 0 and "[1] forked\n" in done.stdout, done
     assert ("[0] forked\n" in done.stdout) == (not option), done
@@ -301,7 +311,7 @@ def test_a_warm_parent_is_kept_only_for_restarts(tmp_path: Path, options: tuple[
     )
     is_kept = options == ("--max-restarts", 1)
     done = launching.guozhuang(
-        "run", *options, script, 30 if is_kept else 1, folder=tmp_path, program=PROGRAM, forks_ranks=False
+        "run", *options, script, LIMIT_S if is_kept else 1, folder=tmp_path, program=PROGRAM, forks_ranks=False
     )
     assert (done.returncode, done.stdout) == (0, f"{is_kept}\n"), done
 
