@@ -42,27 +42,28 @@ print("ends with", sum(p.abs().sum().item() for p in model.parameters()))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(19 * LIMIT_S)
 def test_a_plan_is_found_kept_and_run(tmp_path: Path) -> None:
     words = ("tune", *TINY, "--knobs", "ranks", "--option", "fail=3")
-    found = guozhuang(*words, folder=tmp_path, timeout_s=180)
+    found = guozhuang(*words, folder=tmp_path, timeout_s=3 * LIMIT_S)
     assert found.returncode == 0, found
     # The setting that dies at its third step is left out with its reason, and the race goes on.
     assert "failed: rank 1: RuntimeError: made to fail at step 3" in found.stdout
     plan = read_plan(str(tmp_path / "tuned.json"))
     assert plan.strategy == "single" and plan.tuned_on["workload option fail"] == '"3"'
     assert [path.name for path in tmp_path.iterdir() if path.name != "tmp"] == ["tuned.json"]
-    again = guozhuang(*words, folder=tmp_path, timeout_s=180)
+    again = guozhuang(*words, folder=tmp_path, timeout_s=3 * LIMIT_S)
     assert "tuned.json holds this plan already" in again.stderr and again.returncode == 0
-    other = guozhuang(*words, "--backend", "gloo", "--timeout", 0.001, folder=tmp_path, timeout_s=180)
+    other = guozhuang(*words, "--backend", "gloo", "--timeout", 0.001, folder=tmp_path, timeout_s=3 * LIMIT_S)
     assert "does not count here" in other.stderr and "--backend was None, is gloo" in other.stderr, other
     assert other.returncode == 2 and "every contender has failed" in other.stderr
     script = write(tmp_path, SCRIPT)
-    trained = guozhuang("run", "--plan", "tuned.json", script, folder=tmp_path, timeout_s=180)
+    trained = guozhuang("run", "--plan", "tuned.json", script, folder=tmp_path, timeout_s=3 * LIMIT_S)
     assert len(re.findall("ends with", trained.stdout)) == plan.ranks_per_node, trained
     with alone_in(tmp_path):
-        refused = guozhuang(*words, folder=tmp_path, timeout_s=180)
+        refused = guozhuang(*words, folder=tmp_path, timeout_s=3 * LIMIT_S)
     assert refused.returncode == 2 and "another tuner writes to this folder now" in refused.stderr
-    raced = guozhuang("run", "-np", 2, "--strategy", "auto", script, folder=tmp_path, timeout_s=180)
+    raced = guozhuang("run", "-np", 2, "--strategy", "auto", script, folder=tmp_path, timeout_s=3 * LIMIT_S)
     assert len(set(re.findall(r"ends with .*", raced.stdout))) == 1 and "was not tried" not in raced.stderr, raced
 
 
