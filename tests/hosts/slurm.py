@@ -29,7 +29,6 @@ from tests.hosts.network import Hosts
 from tests.waiting import LIMIT_S, remaining, until
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo")
-_START_S, _END_S = 30.0, 10.0
 
 _CONF = """\
 ClusterName=guozhuang
@@ -124,12 +123,12 @@ class Cluster:
         )  # fmt: skip
 
     def run(
-        self, command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = 60.0, on: int = 0
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, timeout_s: float = LIMIT_S, on: int = 0
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end; what it printed is in ``stdout``."""
         return finish(self.start(command, env, on), timeout_s)
 
-    def batch(self, script: str, *options: str, timeout_s: float = 90.0) -> str:
+    def batch(self, script: str, *options: str, timeout_s: float = LIMIT_S) -> str:
         """Submit a batch script, wait for its end, and return what it and its steps printed."""
         path = Path(tempfile.mkstemp(suffix=".sh", dir=self.folder)[1])
         # Not `sbatch --wait`, which looks for the end every half minute only.
@@ -217,7 +216,7 @@ class Cluster:
         def dead() -> list[object]:
             return [each.args for each in self._daemons if each.poll() is not None]
 
-        until(is_so, _START_S, goes_on=lambda: not dead(), told=lambda: f"{otherwise} {dead()}\n{self.logs()}")
+        until(is_so, goes_on=lambda: not dead(), told=lambda: f"{otherwise} {dead()}\n{self.logs()}")
 
     def _down(self) -> None:
         if (self.folder / "slurm.conf").exists() and len(self._daemons) > 1:
@@ -226,7 +225,7 @@ class Cluster:
         for daemon in reversed(self._daemons):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(daemon.pid, signal.SIGTERM)
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + LIMIT_S
         for daemon in self._daemons:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(max(deadline - time.monotonic(), 0.1))

@@ -27,7 +27,6 @@ from tests.launching import environment
 from tests.waiting import LIMIT_S, remaining, until
 
 SERVER = shutil.which("sshd") or "/usr/sbin/sshd"
-_START_S = 10.0
 
 
 def missing() -> str:
@@ -97,13 +96,13 @@ class Sshd:
         command = [*quiet, *self._command(), "-o", f"ListenAddress={address}:22"]
         self._hosts.start(host, command, {"PATH": os.environ["PATH"]})
         asking = ["bash", "-c", f"exec 3<>/dev/tcp/{address}/22"]
-        until(lambda: self._hosts.start(host, asking, {"PATH": os.environ["PATH"]}).wait(LIMIT_S) == 0, _START_S)
+        until(lambda: self._hosts.start(host, asking, {"PATH": os.environ["PATH"]}).wait(LIMIT_S) == 0)
 
     def _command(self) -> list[str]:
         return [SERVER, "-D", "-f", str(self._folder / "server"), "-E", str(self._folder / "log")]
 
     def _start_on_loopback(self) -> None:
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + LIMIT_S
         while True:
             assert time.monotonic() < deadline, (self._folder / "log").read_text()
             with socket.create_server(("127.0.0.1", 0)) as free:
@@ -138,7 +137,7 @@ def processes_with(text: str, besides: Sequence[int] = ()) -> list[str]:
     return found
 
 
-def none_left(text: str, within_s: float) -> list[str]:
+def none_left(text: str, within_s: float = LIMIT_S) -> list[str]:
     """Wait until no process has ``text`` in its command line or folder; those that are left at the limit."""
     return remaining(lambda: processes_with(text), within_s)
 

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.forking import fork_server
-from tests.waiting import until
+from tests.waiting import LIMIT_S, NEVER_S, until
 
-_START_S = 60.0
 _AGENT = "guozhuang.launch.hosts.node"
 # The stand-in: hands its streams and arguments to the server, and ends as the process there does.
 _CLIENT = """#!{python} -IS
@@ -51,7 +50,7 @@ class Warm:
         context = fork_server()
         self._process = context.Process(target=_serve, args=(self._path,), daemon=True)
         self._process.start()
-        until(lambda: os.path.exists(self._path), _START_S, goes_on=self._process.is_alive)
+        until(lambda: os.path.exists(self._path), goes_on=self._process.is_alive)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,7 +70,7 @@ class Launcher:
     """
 
     def __init__(
-        self, python: str, folder: Path, environment: dict[str, str], *arguments: str, lost_after_s: float = 20.0
+        self, python: str, folder: Path, environment: dict[str, str], *arguments: str, lost_after_s: float = NEVER_S
     ) -> None:
         context = fork_server()
         self._said = folder.parent / "said"
@@ -89,7 +88,7 @@ class Launcher:
         """Whether it has."""
         return self._process.exitcode is not None
 
-    def result(self, limit_s: float) -> tuple[int, str]:
+    def result(self, limit_s: float = LIMIT_S) -> tuple[int, str]:
         """Its exit code and all it wrote."""
         self._process.join(limit_s)
         assert self._process.exitcode is not None, f"the launcher does not end: {self._said.read_text()}"
