@@ -1,7 +1,8 @@
 """One rank of a test with a real launcher: ``python -m tests.hosts.member [CASE]``; prints what it found, a line of JSON.
 
-CASE: nothing; ``late RANK SECONDS``, where that rank starts so much later; ``strangers``, where rank 0's first two ports are
-taken by services of somebody else, one silent and one that talks nonsense; ``alone``, outside of a step.
+CASE: nothing; ``late RANK PATH``, where that rank starts when another one has made the file because it waits;
+``strangers``, where rank 0's first two ports are taken by services of somebody else, one silent and one that talks nonsense;
+``alone``, outside of a step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ import torch
 import torch.distributed as dist
 
 import guozhuang as gz
+from guozhuang.net import client
 from guozhuang.net.meeting_point import PortSequence
 from guozhuang.world.discovery import discover
+from tests.waiting import LIMIT_S, until
 
 
 def silent(listener: socket.socket, kept: list[socket.socket]) -> None:
@@ -36,23 +38,38 @@ def nonsense(listener: socket.socket, kept: list[socket.socket]) -> None:
         kept[-1].sendall(b"220 mail.example ESMTP\r\n")
 
 
+def tell_that_it_waits(path: Path, waits: list[bool]) -> None:
+    """Make a file once this rank waits so long for others that it looks whether a notice is due."""
+    are_due = client.Notices.are_due
+
+    def told(notices: client.Notices) -> bool:
+        waits.append(True)
+        path.touch()
+        return are_due(notices)
+
+    client.FIRST_NOTICE_S = 0.2
+    client.Notices.are_due = told  # type: ignore[method-assign]
+
+
 def main(case: str, arguments: list[str]) -> None:
     inherited = set(listening())  # Hydra leaves sockets of its own open in the ranks
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     identity = discover()
     point = identity.meeting_point
     kept: list[socket.socket] = []
+    waits: list[bool] = []
     if case == "late" and identity.rank == int(arguments[0]):
-        time.sleep(float(arguments[1]))
+        until(Path(arguments[1]).exists)
+    elif case == "late":
+        tell_that_it_waits(Path(arguments[1]), waits)
     if case == "strangers" and identity.rank == 0:
         assert isinstance(point, PortSequence)
         for port, serve in zip(point.ports, (silent, nonsense), strict=False):
             listener = socket.create_server(("0.0.0.0", port))
             threading.Thread(target=serve, args=(listener, kept), daemon=True).start()
-        time.sleep(1.5)  # the others knock at the strangers first
-    began = time.time()
-    world = gz.init(backend="gloo", timeout_s=60)
-    entered_s = time.time() - began
+        ports = {*point.ports[:2]}
+        until(lambda: {each.getsockname()[1] for each in kept} >= ports)  # the others knock at the strangers first
+    world = gz.init(backend="gloo", timeout_s=LIMIT_S)
     tensor = torch.tensor([float(world.rank + 1)])
     dist.all_reduce(tensor)
     names: list[Any] = [None] * world.size
@@ -63,7 +80,7 @@ def main(case: str, arguments: list[str]) -> None:
     told |= {
         "sum": tensor.item(),
         "runs": sorted(set(names)),
-        "entered_s": entered_s,
+        "has_waited": bool(waits),
         "threads": torch.get_num_threads(),
         "cpus": sorted(os.sched_getaffinity(0)),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),

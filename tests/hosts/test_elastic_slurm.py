@@ -44,7 +44,7 @@ def srun(cluster: Cluster, *options: str, ranks: int = 1) -> tuple[int, str]:
         str(cluster.folder / "train.py"),
     ]
     env = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "PATH": os.environ["PATH"]}
-    done = cluster.run(command, env, timeout_s=100)
+    done = cluster.run(command, env)
     return done.returncode, done.stdout
 
 

@@ -72,7 +72,7 @@ def test_two_ranks_on_this_machine(launcher: str, tmp_path: Path) -> None:
         [*here(launcher, 2), *MEMBER], env=of_home(tmp_path), cwd=tmp_path, text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    done = finish(run, 90)
+    done = finish(run, LIMIT_S)
     assert done.returncode == 0, done.stdout
     found = members(done.stdout)
     assert [
@@ -104,7 +104,7 @@ def test_no_core_is_idle_unless_it_was_asked_for(
         [*here(launcher, num), *options, *MEMBER], env=of_home(tmp_path, ""), cwd=tmp_path, text=True,
         start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    done = finish(run, 90)
+    done = finish(run, LIMIT_S)
     assert done.returncode == 0, done.stdout
     found = members(done.stdout)
     assert [each["threads"] for each in found] == [threads] * num, done.stdout
@@ -184,7 +184,7 @@ def test_over_two_hosts(launcher: str, rank_0: str, hosts: Hosts, tmp_path: Path
     for home in homes:
         home.mkdir(exist_ok=True)
     command = over(launcher, hosts, order, agent(hosts, tmp_path, homes))
-    done = finish(hosts.start(0, command, of_home(homes[0]), cwd=homes[0]), 110)
+    done = finish(hosts.start(0, command, of_home(homes[0]), cwd=homes[0]), LIMIT_S)
     assert done.returncode == 0, done.stdout
     found = members(done.stdout)
     assert [

@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.waits,
     pytest.mark.needs_root,
     pytest.mark.slow,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(bool(_LACKS), reason=_LACKS or "it can"),
 ]
 
@@ -34,7 +33,7 @@ SERVER = "guozhuang.exchange.parameter_server.server"
 
 # The same model by ddp's all-reduce and by servers; each rank counts what leaves its host from the second step on.
 SCRIPT = """
-import json, sys, time
+import json, sys
 import torch
 import guozhuang as gz
 from guozhuang.exchange.parameter_server import ParameterServer
@@ -63,8 +62,6 @@ for name, exchange in (("ddp", None), ("servers", ParameterServer(servers=num_se
             weights = torch.cat([p.detach().flatten() for p in ddp.parameters()])
             num_bytes = 3 * 4 * weights.numel()
             found[name] = {"sent": (sent() - before) / num_bytes, "weights": weights}
-        if step > 3:
-            time.sleep(0.02)
         if step == 5:
             print("under way", flush=True)
 pair = [found[name].pop("weights") for name in ("ddp", "servers")]
@@ -102,7 +99,7 @@ def test_with_servers_on_spare_hosts_a_worker_sends_each_byte_once(tmp_path: Pat
     with Hosts(5) as hosts, Sshd(tmp_path, hosts, 5) as sshd:
         before = [hosts.sent_bytes(host) for host in range(5)]
         launcher = launch(hosts, sshd, folder, "-H", "h0,h1,h2", "--server-hosts", "h3,h4", "train.py", "2", "4")
-        code, out = launcher.wait(LIMIT_S)
+        code, out = launcher.wait()
         by_servers = [hosts.sent_bytes(host) - begin for host, begin in zip(range(5), before, strict=True)][3:]
         assert code == 0, out
         found = told(out)
@@ -116,13 +113,13 @@ def test_with_servers_on_spare_hosts_a_worker_sends_each_byte_once(tmp_path: Pat
         share = 3 * 4 * 4 * (500 * 1000 + 1000 + 9 * 1000 + 9) / 2
         assert all(0.9 * share < sent < 1.1 * share + 300_000 for sent in by_servers), (by_servers, share)
         assert not ours(out), out
-        assert not none_left(str(folder), 5)
+        assert not none_left(str(folder))
 
 
 @pytest.fixture
 def running(tmp_path: Path, folder: Path) -> Iterator[tuple[Hosts, Running]]:
     with Hosts(2) as hosts, Sshd(tmp_path, hosts, 2) as sshd:
-        launcher = launch(hosts, sshd, folder, "-H", "h0:2", "--server-hosts", "h1:2", "train.py", "2", "100000")
+        launcher = launch(hosts, sshd, folder, "-H", "h0:2", "--server-hosts", "h1:2", "train.py", "2", "1000000000")
         launcher.says("(?s)under way.*under way", limit_s=LIMIT_S)
         yield hosts, launcher
 
@@ -131,7 +128,7 @@ def test_a_server_that_is_killed_is_named_with_its_host(running: tuple[Hosts, Ru
     _, launcher = running
     victim = server_process(1, folder)
     victim.kill()
-    code, out = launcher.wait(LIMIT_S)
+    code, out = launcher.wait()
     assert code == 1, out
     said = [line for line in ours(out) if not line.startswith("server ")]
     named = (
@@ -139,7 +136,7 @@ def test_a_server_that_is_killed_is_named_with_its_host(running: tuple[Hosts, Ru
     )
     assert re.match(named + r"signal 9 \(SIGKILL\)", said[0]), out
     assert "host h0" in said[-1], out
-    assert not none_left(str(folder), 10)
+    assert not none_left(str(folder))
 
 
 @pytest.mark.parametrize("what", ["launcher", "interrupt", "supervisor", "rank"])
@@ -153,10 +150,10 @@ def test_nothing_is_left_of_servers(running: tuple[Hosts, Running], folder: Path
         agent.parent().kill()  # type: ignore[union-attr]
     else:
         ranks = [
-            line for line in processes_with(str(folder)) if "train.py 2 100000" in line and "guozhuang" not in line
+            line for line in processes_with(str(folder)) if "train.py 2 1000000000" in line and "guozhuang" not in line
         ]
         os.kill(int(ranks[0].partition(":")[0]), signal.SIGKILL)
-    code, out = launcher.wait(90)
+    code, out = launcher.wait()
     said = [line for line in ours(out) if not line.startswith("server ")]  # they tell of the ranks that they lost
     expected = {"launcher": -9, "interrupt": 130, "supervisor": 255, "rank": 137}
     assert code == expected[what], out
@@ -166,4 +163,4 @@ def test_nothing_is_left_of_servers(running: tuple[Hosts, Running], folder: Path
         assert said[0].startswith("host h1 (parameter servers 0 to 1) was lost"), out
     if what == "rank":
         assert said[0].startswith("host h0 failed: exit code 137"), out
-    assert not none_left(str(folder), 30)
+    assert not none_left(str(folder))
