@@ -262,6 +262,7 @@ def _keep_a_warm_parent(environ: dict[str, str]) -> None:
         if code and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
     except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -26,6 +26,12 @@ LEAST_LIMIT_S = 60.0
 # (file, function, rule): why. A script that is a string has the name of the function, or the constant, that it stands in.
 ALLOWED: dict[tuple[str, str, str], str] = {
     ("ranks.py", "_wait", "sleep"): "after a hang was found: the handlers of the ranks write their stacks",
+    ("processes/test_slow_rank.py", "late", "sleep"): "a rank is late by ten times what a step takes in the same run",
+    (
+        "processes/test_heartbeat.py",
+        "_stop_all_for",
+        "sleep",
+    ): "all ranks are stopped that long, however fast the machine is",
     ("conftest.py", "_settles", "limit"): "how often garbage is collected while something is waited for",
     ("pytorch_own/run.py", "sleep", "sleep"): "how often PyTorch's own tests poll",
 }

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing(delay=True)), reason=missing(delay=True) or "it can"),
 ]
 
-ENTERS = "import guozhuang as gz; gz.init({backend!r}, timeout_s=6); print('in')"
+ENTERS = "import guozhuang as gz; gz.init({backend!r}, timeout_s=3600); print('in')"
 
 
 @pytest.mark.slow
@@ -24,10 +24,10 @@ def test_who_cannot_reach_whom_is_named_on_every_rank(backend: str) -> None:
     with Hosts(2) as hosts:
         hosts.pass_only(29500)
         command = [sys.executable, "-c", ENTERS.format(backend=backend)]
-        told = run_everywhere(hosts, [2, 1], command, environment(), timeout_s=60, expect_failure=True)
+        told = run_everywhere(hosts, [2, 1], command, environment(), expect_failure=True)
     for text in told:
         assert "the ranks met, but some cannot connect to others" in text, text
         for rank, peer in ((0, 2), (1, 2), (2, 0)):
             mine, theirs = (hosts.address(each // 2) for each in (rank, peer))
-            line = rf"rank {rank} \({mine}\) cannot reach rank {peer} at {theirs}:\d+: no answer within 6 s"
+            line = rf"rank {rank} \({mine}\) cannot reach rank {peer} at {theirs}:\d+: no answer within 10 s"
             assert re.search(line, text), text

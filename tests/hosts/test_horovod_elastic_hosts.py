@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.waits,
     pytest.mark.needs_root,
     pytest.mark.slow,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(bool(missing()), reason=missing() or "it can"),
 ]
 _LACKS = network.missing()
@@ -104,7 +103,7 @@ def test_workers_over_ssh(tmp_path: Path) -> None:
             assert code == 0, printed
         finally:
             process.kill()
-        assert not none_left(str(folder), 10)
+        assert not none_left(str(folder))
 
 
 def test_a_host_that_cannot_be_reached(tmp_path: Path) -> None:
@@ -148,4 +147,4 @@ def test_two_hosts_with_a_network_between_them(tmp_path: Path, how: str) -> None
         (folder / "over").touch()
         code, printed = run.wait()
         assert code == 0 and "the end 1" in printed, printed
-        assert not none_left(str(folder), 45 if how == "cut off" else 10), "a host alone ends its workers after 20 s"
+        assert not none_left(str(folder))

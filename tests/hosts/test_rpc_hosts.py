@@ -27,12 +27,9 @@ pytestmark = [
     pytest.mark.waits,
     pytest.mark.needs_root,
     pytest.mark.slow,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(bool(_LACKS), reason=_LACKS or "it can"),
 ]
 
-LIMIT_S = 150.0  # imports of torch by many processes, where the machine is busy
-NAMED_S = 20.0  # from the end of a server to the end of the run; calls of RPC themselves wait for 60 s
 STEPS = 40
 NUM_WEIGHTS = 20 * 64 + 64 + 64 * 2 + 2  # of examples/rpc_batched.py
 
@@ -133,12 +130,12 @@ def test_trainers_and_their_server_on_two_hosts(two: tuple[Hosts, Sshd], folder:
     hosts, _ = two
     before = [hosts.sent_bytes(host) for host in range(2)]
     runs = start(two, folder, way, *TRAIN, where, str(STEPS))
-    assert [run.wait(LIMIT_S)[0] for run in runs] == [0] * len(runs), printed(runs)
+    assert [run.wait()[0] for run in runs] == [0] * len(runs), printed(runs)
     assert learnt(printed(runs), {"1", "2"}), printed(runs)
     # Two trainers send gradients in each step, and the server sends them the weights.
     least = 2 * STEPS * 4 * NUM_WEIGHTS
     assert all(hosts.sent_bytes(host) - begin > least for host, begin in enumerate(before))
-    assert not none_left(str(folder), 5)
+    assert not none_left(str(folder))
 
 
 @pytest.mark.parametrize("way", ["ssh", "agents by role"])
@@ -146,7 +143,7 @@ def test_a_server_that_is_killed_on_the_other_host(two: tuple[Hosts, Sshd], fold
     runs = start(two, folder, way, *TRAIN, "told", "1000000")
     pid = kill_server(runs)
     assert_named(runs, 2, pid)
-    assert not none_left(str(folder), 10)
+    assert not none_left(str(folder))
 
 
 def test_a_killed_server_that_trainers_ask(two: tuple[Hosts, Sshd], folder: Path) -> None:
@@ -155,18 +152,18 @@ def test_a_killed_server_that_trainers_ask(two: tuple[Hosts, Sshd], folder: Path
     options = f"--master-addr {hosts.address(1)} --steps 1000000 --rank $RANK --world-size $WORLD_SIZE"
     by_rank = f"exec {sys.executable} {ROOT}/examples/rpc_parameter_server.py {options}"
     runs = over_ssh(two, folder, "h1:1,h0:2", "sh", "-c", by_rank)
-    runs[0].says("(?s)under way.*under way", limit_s=LIMIT_S)
+    runs[0].says("(?s)under way.*under way")
     listening = [hosts.listening(host) for host in range(2)]
     assert listening[0] == {hosts.address(0)}, "TensorPipe, on the interface that leads to the other host"
     assert hosts.address(1) in listening[1] <= {hosts.address(1), "::"}, "and the store of the script, on every one"
     pid = kill_server(runs)
     assert_named(runs, 0, pid)
-    assert not none_left(str(folder), 10)
+    assert not none_left(str(folder))
 
 
 def kill_server(runs: list[Running]) -> int:
     """Kill the server once both trainers are under way; return its process id."""
-    runs[0].says("(?s)under way.*under way", limit_s=LIMIT_S)
+    runs[0].says("(?s)under way.*under way")
     (pid,) = map(int, re.findall(r"server: process (\d+)", printed(runs)))
     psutil.Process(pid).kill()
     return pid
@@ -175,7 +172,7 @@ def kill_server(runs: list[Running]) -> int:
 def assert_named(runs: list[Running], rank: int, pid: int) -> None:
     """Every launcher ends soon, and the first failure that it reports is the server's."""
     for run in runs:
-        code, text = run.wait(LIMIT_S)
+        code, text = run.wait()
         assert code == 137, text
         named = re.findall(r"rank (\d) failed first: (.*?) \(process (\d+) on host (\w+)\)", text)
         assert named == [(str(rank), "signal 9 (SIGKILL)", str(pid), "h1")], text

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,12 +25,8 @@ pytestmark = [
     pytest.mark.waits,
     pytest.mark.needs_root,
     pytest.mark.slow,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(bool(_LACKS), reason=_LACKS or "it can"),
 ]
-
-# The limits of docs/hosts.md, 20 s and 30 s, and time for a loaded machine to end what runs.
-LAUNCHER_NOTICES_S, HOST_ENDS_S = 35.0, 45.0
 
 
 @pytest.fixture
@@ -67,12 +62,12 @@ def test_two_hosts_train_and_use_the_interface_between_them(two: tuple[Hosts, Ss
     hosts, sshd = two
     # The first host is the launcher's own, and known by its address; the other by a name that only ssh knows.
     process = begin(hosts, sshd, folder, "-H", f"{hosts.address(0)}:2,h1:1", "train.py")
-    out, _ = process.communicate(timeout=90)
+    out, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, out
     assert [each["total"] for each in told(out)] == [6.0] * 3
     assert {each["GLOO_SOCKET_IFNAME"] for each in told(out)} == {"eth0"}
     assert {each["NCCL_SOCKET_IFNAME"] for each in told(out)} == {"eth0"}
-    assert not none_left(str(folder), 1)
+    assert not none_left(str(folder))
 
 
 def test_the_store_is_behind_a_door_on_the_one_interface(two: tuple[Hosts, Sshd], folder: Path) -> None:
@@ -90,7 +85,7 @@ def test_four_hosts_with_different_slots(tmp_path: Path, folder: Path) -> None:
     with Hosts(4) as hosts, Sshd(tmp_path, hosts, 4) as sshd:
         (folder / "hosts").write_text("h2 slots=1\nh0:2\nh3\nh1:5\n")
         process = begin(hosts, sshd, folder, "--hostfile", "hosts", "-np", "5", "train.py")
-        out, _ = process.communicate(timeout=110)
+        out, _ = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, out
         assert [(each["GROUP_RANK"], each["LOCAL_WORLD_SIZE"]) for each in told(out)] == [
             ("0", "1"), ("1", "2"), ("1", "2"), ("2", "1"), ("3", "1")
@@ -102,11 +97,11 @@ def test_a_host_that_is_off_is_named(tmp_path: Path, folder: Path) -> None:
     with Hosts(3) as hosts, Sshd(tmp_path, hosts, 2) as sshd:
         hosts.cut(2)
         process = begin(hosts, sshd, folder, "--start-timeout", "10", "-H", "h0:1,h1:1,h2:1", "light.py")
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 255
         assert re.search(r"host h2 could not be reached .*(timed out|No route|10 s)", ours(out)[0]), out
         assert not list(folder.glob("here*"))
-        assert not none_left(str(folder), 5)
+        assert not none_left(str(folder))
 
 
 def test_a_cut_cable_ends_both_sides(two: tuple[Hosts, Sshd], folder: Path) -> None:
@@ -114,12 +109,11 @@ def test_a_cut_cable_ends_both_sides(two: tuple[Hosts, Sshd], folder: Path) -> N
     process = begin(hosts, sshd, folder, "-H", "h0:1,h1:1", "light.py", "child", "sleep")
     wait_for(process, folder, 2)
     hosts.cut(1)
-    start = time.monotonic()
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 255
     assert re.search(r"host h1 was lost: the connection to it broke: .*not responding", ours(out)[0]), out
     assert "then host h0 was ended because of it" in ours(out)
-    assert not none_left(str(folder), HOST_ENDS_S - (time.monotonic() - start)), "on the host that was cut off"
+    assert not none_left(str(folder)), "on the host that was cut off"
 
 
 def test_a_host_that_is_switched_off_ends_the_run(two: tuple[Hosts, Sshd], folder: Path) -> None:
@@ -130,25 +124,25 @@ def test_a_host_that_is_switched_off_ends_the_run(two: tuple[Hosts, Sshd], folde
     for pid in subprocess.run(["ip", "netns", "pids", hosts._name(1)], capture_output=True, text=True).stdout.split():
         with contextlib.suppress(ProcessLookupError):  # its parent was killed before, and took it along
             os.kill(int(pid), signal.SIGKILL)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 255, out
     assert ours(out)[0].startswith("host h1 was lost"), out
-    assert not none_left(str(folder), 1)
+    assert not none_left(str(folder))
 
 
 def test_a_rank_killed_on_the_other_host(two: tuple[Hosts, Sshd], folder: Path) -> None:
     hosts, sshd = two
     process = begin(hosts, sshd, folder, "-H", "h0:1,h1:2", "light.py", "kill1", "child", "sleep")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 137
     assert "host h1 failed: exit code 137" in ours(out)
-    assert not none_left(str(folder), 1)
+    assert not none_left(str(folder))
 
 
 def test_an_interface_that_a_host_lacks_is_named(two: tuple[Hosts, Sshd], folder: Path) -> None:
     hosts, sshd = two
     process = begin(hosts, sshd, folder, "--interface", "ib0", "-H", "h0:1,h1:1", "light.py")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2
     assert "network interface does not exist on h" in out and "eth0 (10.77.0.1" in out
     assert "Traceback" not in out
@@ -157,7 +151,7 @@ def test_an_interface_that_a_host_lacks_is_named(two: tuple[Hosts, Sshd], folder
 def test_an_address_that_nobody_reaches_is_explained(two: tuple[Hosts, Sshd], folder: Path) -> None:
     hosts, sshd = two
     process = begin(hosts, sshd, folder, "--master-addr", "127.0.0.1", "-H", "h0:1,h1:1", "light.py")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert "host h0 cannot be reached by all others" in out and "from h1: not 127.0.0.1 port" in out
     assert "Connection refused" in out

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.launching import environment, guozhuang, needs, write
+from tests.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.slow, needs("accelerate")]
 
@@ -97,7 +98,7 @@ def test_accelerates_example_under_each_strategy_is_that_of_its_own_ddp_and_goes
     tmp_path: Path,
 ) -> None:
     script = write(tmp_path, ACCELERATE)
-    done = guozhuang("run", "-np", 2, script, *EXACT, *OTHERS, folder=tmp_path, timeout_s=120)
+    done = guozhuang("run", "-np", 2, script, *EXACT, *OTHERS, folder=tmp_path)
     assert done.returncode == 0, done
     assert done.stderr.count("Accelerate trains by strategy ddp, 2 ranks on backend shm") == 1, done.stderr
     expected, right, _ = torch.load(tmp_path / "None.pt")
@@ -139,7 +140,7 @@ def test_the_trainer_under_a_strategy_is_that_of_its_own_ddp_and_resumes(tmp_pat
 
     def weights(name: str, *words: str, strategy: str | None = None) -> dict[str, torch.Tensor]:
         chosen = [] if strategy is None else ["--strategy", strategy]
-        done = guozhuang("run", "-np", 2, *chosen, script, name, *words, folder=tmp_path, timeout_s=120)
+        done = guozhuang("run", "-np", 2, *chosen, script, name, *words, folder=tmp_path)
         assert done.returncode == 0, done
         assert done.stderr.count("guozhuang: Accelerate trains by strategy") == (strategy is not None), done.stderr
         return load_file(tmp_path / name / "final" / "model.safetensors")
@@ -176,7 +177,7 @@ def by_accelerate(*words: object, folder: Path, **more: str) -> subprocess.Compl
     """``accelerate launch``, as a user types it."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *map(str, words)]
     return subprocess.run(
-        command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=100, check=False
+        command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
 
 
@@ -186,7 +187,7 @@ def test_a_module_that_is_trained_again_with_a_new_optimizer_is_averaged_again(t
     if strategy == "sharded":  # Accelerate's own launcher would start one rank
         done = by_accelerate("--cpu", "--num_processes", 2, script, folder=tmp_path, GUOZHUANG_STRATEGY=strategy)
     else:
-        done = guozhuang("run", "-np", 2, script, folder=tmp_path, timeout_s=100, GUOZHUANG_STRATEGY=strategy)
+        done = guozhuang("run", "-np", 2, script, folder=tmp_path, GUOZHUANG_STRATEGY=strategy)
     assert done.returncode == 0, done
     assert f"Accelerate trains by strategy {strategy}, 2 ranks on backend shm" in done.stderr, done.stderr
     first, second = (torch.load(tmp_path / f"again{rank}.pt") for rank in range(2))

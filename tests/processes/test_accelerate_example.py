@@ -13,6 +13,7 @@ import pytest
 
 from tests.launching import ROOT, environment, needs, python
 from tests.processes.test_accelerate import by_accelerate
+from tests.waiting import LIMIT_S
 
 pytestmark = [pytest.mark.slow, needs("accelerate", "transformers")]
 
@@ -51,9 +52,10 @@ def test_the_example_with_one_variable_has_the_losses_of_accelerates_own_ddp(dat
         assert accuracies == theirs[1], strategy
 
 
+@pytest.mark.timeout(7 * LIMIT_S)
 def test_the_example_learns_alone(data: Path, tmp_path: Path) -> None:
     losses, accuracies = numbers(
-        python(EXAMPLE, data, "--max_length", 16, "--epochs", 4, folder=tmp_path, timeout_s=280.0)
+        python(EXAMPLE, data, "--max_length", 16, "--epochs", 4, folder=tmp_path, timeout_s=6 * LIMIT_S)
     )
     assert losses[-1] < 0.3 and accuracies[-1] > 0.9
 
@@ -65,7 +67,7 @@ def test_ranks_of_mpirun_meet_where_a_strategy_is_asked_for(data: Path, tmp_path
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "GUOZHUANG_STRATEGY": "sharded"}
     words = [mpirun, "--oversubscribe", "-np", "2", sys.executable, str(EXAMPLE), str(data), "--epochs", "1"]
     done = subprocess.run(
-        words, cwd=tmp_path, env=environment(**allowed), capture_output=True, text=True, timeout=100, check=False
+        words, cwd=tmp_path, env=environment(**allowed), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert len(numbers(done)[0]) == 1
     assert "Accelerate trains by strategy sharded, 2 ranks on backend shm" in done.stderr, done

@@ -55,13 +55,13 @@ OPTIONS = (
 
 
 def test_accelerate_takes_shm_by_name(tmp_path: Path) -> None:
-    done = guozhuang("run", "-np", 2, write(tmp_path, ACCELERATE), "shm", folder=tmp_path, timeout_s=120)
+    done = guozhuang("run", "-np", 2, write(tmp_path, ACCELERATE), "shm", folder=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_script_for_oneccl_trains_on_shm_where_a_strategy_is_asked_for(tmp_path: Path) -> None:
     script = write(tmp_path, ACCELERATE)
-    done = guozhuang("run", "-np", 2, "--strategy", "ddp", script, "ccl", folder=tmp_path, timeout_s=120)
+    done = guozhuang("run", "-np", 2, "--strategy", "ddp", script, "ccl", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("backend ccl is not installed; the group is one of shm") == 1, done.stderr
 
@@ -71,7 +71,7 @@ def test_the_trainer_takes_shm_by_name(tmp_path: Path) -> None:
     for backend in ("gloo", "shm", "ccl"):
         chosen = ["--strategy", "ddp"] if backend == "ccl" else []
         words = ["run", "-np", 2, *chosen, script, *OPTIONS, "--ddp_backend", backend]
-        done = guozhuang(*words, folder=tmp_path, timeout_s=120)
+        done = guozhuang(*words, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         weights[backend] = torch.load(tmp_path / f"{backend}.pt")
     for name, weight in weights["gloo"].items():

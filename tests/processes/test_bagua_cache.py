@@ -93,7 +93,7 @@ print("forty")
 
 
 def test_ranks_share_a_server_that_ends_with_them(tmp_path: Path, hosts: list[dict[str, Any]]) -> None:
-    done = guozhuang("run", "-np", 2, write(tmp_path, SCRIPT), folder=tmp_path, timeout_s=100)
+    done = guozhuang("run", "-np", 2, write(tmp_path, SCRIPT), folder=tmp_path)
     assert done.returncode == 0 and done.stdout.count("forty") == 2, done.stderr
 
 

@@ -367,9 +367,7 @@ def test_published_shapes_learn(tmp_path: Path, name: str, words: list[str], num
     script = write(tmp_path, BEGIN + SCRIPTS[name])
     run = ["--nproc_per_node"] if name == "restarted" else ["run", "-np"]
     program = RUN if name == "restarted" else "guozhuang.cli:main"
-    done = guozhuang(
-        *run, num_ranks, script, *words, folder=tmp_path, timeout_s=100, program=program, GUOZHUANG_BACKEND=backend
-    )
+    done = guozhuang(*run, num_ranks, script, *words, folder=tmp_path, program=program, GUOZHUANG_BACKEND=backend)
     assert done.returncode == 0, done.stderr
     found = re.findall(r"right ([0-9.]+)", done.stdout)
     assert len(found) == num_ranks and len(set(found)) == 1 and float(found[0]) > 0.9, done.stdout

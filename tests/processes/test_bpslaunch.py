@@ -61,7 +61,7 @@ def together(
     """
     common = {
         "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1",
-        "DMLC_PS_ROOT_PORT": str(free_port()), "PET_RDZV_CONF": "timeout=60",
+        "DMLC_PS_ROOT_PORT": str(free_port()), "PET_RDZV_CONF": "timeout=150",
     } | more  # fmt: skip
     started = {}
     with contextlib.ExitStack() as stack:
@@ -73,7 +73,7 @@ def together(
             launched = Launched(*words, folder=folder / name, program=program, **environ)
             started[name] = stack.enter_context(launched)
         meanwhile(started)
-        done = {name: each.wait(100) for name, each in started.items()}
+        done = {name: each.wait() for name, each in started.items()}
         assert not any(each.left() for each in started.values())
     return done
 
@@ -110,7 +110,7 @@ def test_server_and_scheduler_end_after_the_last_worker(tmp_path: Path) -> None:
     own: tuple[str, list[object]] = ("tests.launching:run_script", [imports])
 
     def meanwhile(started: Mapping[str, Launched]) -> None:
-        until(lambda: "ended" in started["0"].printed, 60)
+        until(lambda: "ended" in started["0"].printed)
         assert all(each.is_running for each in started.values())
         (tmp_path / "go").touch()
 

@@ -215,7 +215,7 @@ def check_strategies(
     env = {"GUOZHUANG_SERVERS": None}
     assert run_ranks(goes_on, 2, strategies, str(folder), init=False, env=env, timeout_s=150) == [[], []]
     for num_ranks in sizes:
-        assert run_ranks(arrives, num_ranks, pairs, str(folder), init=False, env=env, timeout_s=100) == [[]] * num_ranks
+        assert run_ranks(arrives, num_ranks, pairs, str(folder), init=False, env=env) == [[]] * num_ranks
 
 
 def test_a_run_goes_on_bit_for_bit_and_on_any_number_of_ranks(tmp_path) -> None:
@@ -283,7 +283,7 @@ def through_dcp(rank: int, world_size: int, strategies: tuple[str, ...], folder:
 @pytest.mark.slow
 def test_torchs_checkpoints_hold_every_rank(tmp_path) -> None:
     strategies = ("ddp", "sharded", "sharded-weights", "diloco", "decentralized", "local-sgd", "dithering")
-    assert run_ranks(through_dcp, 2, strategies, str(tmp_path), init=False, timeout_s=100) == [[], []]
+    assert run_ranks(through_dcp, 2, strategies, str(tmp_path), init=False) == [[], []]
 
 
 def forgets(rank: int, world_size: int, strategy: str, folder: str) -> dict[str, list[str]]:

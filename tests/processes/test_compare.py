@@ -192,7 +192,7 @@ def test_a_killed_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
         "comparison.json", "run-round1-single.json", "weights-single.pt",
     }  # fmt: skip
     calm.touch()
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert "1 finished run(s) of single are not made again" in done.stderr and "round 1/1, single" not in done.stderr
     results = from_json((out / "results.json").read_text())

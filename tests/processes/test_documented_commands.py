@@ -10,6 +10,7 @@ import pytest
 
 from tests.documented import ROOT, blocks, of_guozhuang
 from tests.launching import guozhuang
+from tests.waiting import LIMIT_S
 
 # What a command needs that is not here. Its words are understood all the same: tests/pure/test_docs.py.
 NEEDS_MORE = {
@@ -92,11 +93,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(620)
+@pytest.mark.timeout(7 * LIMIT_S)
 @pytest.mark.parametrize("words", runnable(), ids=" ".join)
 def test_the_command_runs(words: list[str], folder: Path) -> None:
     """Some go on with what those before them have made."""
-    done = guozhuang(*words[1:], folder=folder, timeout_s=600, PYTHONPATH=f"{folder}")
+    done = guozhuang(*words[1:], folder=folder, timeout_s=6 * LIMIT_S, PYTHONPATH=f"{folder}")
     assert done.returncode == 0, done
 
 

@@ -53,7 +53,7 @@ def test_a_plain_script_trains_by_our_class_over_shm_and_to_the_same_weights(tmp
         (script, "named.pt", "shm"),
         ("--replace-ddp", script, "ccl.pt", "ccl"),
     )
-    done = [guozhuang("run", "-np", 2, *words, folder=tmp_path) for words in cases]
+    done = [guozhuang("run", "-np", 2, *words, folder=tmp_path, forks_ranks=False) for words in cases]
     assert [each.returncode for each in done] == [0] * 5, done
     assert torch.load(tmp_path / "named.pt")[1:3] == ["torch", "shm"]  # the backend alone, by its name
     theirs, ours, mesh = (torch.load(tmp_path / name) for name in ("theirs.pt", "ours.pt", "m.pt"))
@@ -127,7 +127,7 @@ dist.destroy_process_group()
 def test_layouts_of_pytorch_over_shm_give_the_weights_that_they_give_over_gloo(tmp_path: Path) -> None:
     script = write(tmp_path, LAYOUTS)
     for words in ((script, "theirs"), ("--replace-ddp", script, "ours")):
-        done = guozhuang("run", "-np", 2, *words, folder=tmp_path, timeout_s=100)
+        done = guozhuang("run", "-np", 2, *words, folder=tmp_path)
         assert done.returncode == 0, done
     for rank in range(2):
         (backend, theirs), (other, ours) = (torch.load(tmp_path / f"{name}{rank}.pt") for name in ("theirs", "ours"))

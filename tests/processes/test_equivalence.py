@@ -277,7 +277,7 @@ def compare(rank: int, num_ranks: int, runs: list[Run]) -> list[Outcome]:
 
 
 def check(num_ranks: int, runs: list[Run]) -> None:
-    results = run_ranks(compare, num_ranks, runs, timeout_s=100.0)
+    results = run_ranks(compare, num_ranks, runs)
     wrong = []
     for run, outcomes in zip(runs, zip(*results, strict=True), strict=True):
         if len({outcome.parameters for outcome in outcomes}) != 1:

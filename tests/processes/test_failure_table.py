@@ -170,7 +170,7 @@ def test_a_narrow_machine(tmp_path: Path, first: str, code: int, said: str) -> N
     command = f"ip link set lo up; {first}; exec {sys.executable} -m guozhuang run -np 2 {script}"
     done = subprocess.run(
         ["unshare", "--net", "--uts", "sh", "-c", command],
-        env=environment(), cwd=tmp_path, timeout=60, capture_output=True, text=True,
+        env=environment(), cwd=tmp_path, timeout=LIMIT_S, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == code and said in done.stderr, done
     assert code == 0 or len(done.stderr.splitlines()) <= 2, done.stderr
@@ -180,7 +180,7 @@ TALKS = """
 import os, time
 import torch, torch.distributed as dist
 import guozhuang as gz
-world = gz.init("gloo", timeout_s=60)
+world = gz.init("gloo")
 other = dist.new_group(backend="shm")
 open(f"came{world.rank}", "w").close()
 while not os.path.exists("go"):

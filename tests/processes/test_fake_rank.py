@@ -14,6 +14,7 @@ import pytest
 
 from guozhuang.errors import UsageError
 from guozhuang.lab.planner import fake
+from tests.waiting import LIMIT_S
 
 SCRIPT = """
 import sys
@@ -59,7 +60,7 @@ def test_bytes_and_memory_are_those_of_real_ranks(strategy: str, num_ranks: int,
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "guozhuang", "run", "--nproc-per-node", str(num_ranks), "--backend", "gloo"]
     real = subprocess.run(
-        [*command, "--strategy", strategy, str(script)], capture_output=True, text=True, timeout=100, check=True
+        [*command, "--strategy", strategy, str(script)], capture_output=True, text=True, timeout=LIMIT_S, check=True
     )
     told = [(int(a), int(b)) for a, b in re.findall(r"sent (\d+) peak (\d+)", real.stdout)]
     assert len(told) == num_ranks, real.stdout + real.stderr

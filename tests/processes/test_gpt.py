@@ -77,7 +77,7 @@ def trained_under(rank: int, size: int, strategies: tuple[str, ...], words: list
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "strategies"), [(1, ("single", "dp")), (2, STRATEGIES)])
 def test_under_every_strategy(size: int, strategies: tuple[str, ...], text: str) -> None:
-    first, *others = run_ranks(trained_under, size, strategies, [text, *SMALL], init=False, timeout_s=110)
+    first, *others = run_ranks(trained_under, size, strategies, [text, *SMALL], init=False)
     for strategy in strategies:
         losses, weights = first[strategy]
         assert len(losses) == 2 and losses[-1] < losses[0] - 0.2, (strategy, losses)
@@ -109,14 +109,14 @@ def newest(folder: Path) -> int:
 @pytest.mark.slow
 def test_it_goes_on_bit_for_bit_after_kill_9(tmp_path: Path, text: str) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    done = guozhuang(*run(whole, text), folder=tmp_path, timeout_s=100)
+    done = guozhuang(*run(whole, text), folder=tmp_path)
     assert done.returncode == 0, done
     with Launched(*run(cut, text), folder=tmp_path) as launched:
         launched.until(lambda: newest(cut) >= 6)
         launched.send(signal.SIGKILL)
         assert not launched.left(LIMIT_S)
     assert 6 <= newest(cut) < newest(whole), "it was killed in the middle"
-    done = guozhuang(*run(cut, text), folder=tmp_path, timeout_s=100)
+    done = guozhuang(*run(cut, text), folder=tmp_path)
     assert done.returncode == 0 and "goes on from" in done.stderr, done
     assert newest(cut) == newest(whole)
     ours, theirs = (tensors_of(folder / f"step-{newest(whole)}") for folder in (cut, whole))

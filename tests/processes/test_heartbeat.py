@@ -352,7 +352,7 @@ for step in range(10**9):
 @pytest.mark.slow
 def test_the_option_of_guozhuang_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = guozhuang("run", "-np", 2, "--hang-timeout", 3, "train.py", folder=tmp_path, timeout_s=100)
+    done = guozhuang("run", "-np", 2, "--hang-timeout", 3, "train.py", folder=tmp_path)
     text = done.stdout + done.stderr
     assert done.returncode == EXIT_CODE, text
     for rank in (0, 1):

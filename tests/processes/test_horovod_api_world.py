@@ -218,9 +218,7 @@ def folder() -> Path:
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     env = {"FOLDER": str(tmp_path_factory.mktemp("shared"))}
-    return run_ranks(
-        run_cases, 2, __name__, names_of_cases(globals()), False, hvd.__name__, init=False, env=env, timeout_s=60.0
-    )
+    return run_ranks(run_cases, 2, __name__, names_of_cases(globals()), False, hvd.__name__, init=False, env=env)
 
 
 @pytest.mark.parametrize("name", names_of_cases(globals()))

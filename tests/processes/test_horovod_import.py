@@ -17,6 +17,7 @@ import pytest
 from guozhuang.compat.horovod.common import extension
 from tests import launching
 from tests.launching import ROOT, guozhuang, write
+from tests.waiting import LIMIT_S
 
 EXTRAS = ROOT / "packaging" / "horovod" / "guozhuang_horovod"
 
@@ -188,7 +189,7 @@ def test_ranks_and_what_they_start_find_it(tmp_path: Path) -> None:
     """Processes that a rank spawns begin with a new Python, which has the path from its environment alone."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as short:  # a socket's path has 107 bytes at most
         script = write(tmp_path, IN_RANKS)
-        done = guozhuang("run", "-np", 2, script, folder=tmp_path, timeout_s=100, TMPDIR=short)
+        done = guozhuang("run", "-np", 2, script, folder=tmp_path, TMPDIR=short)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] 0 2 from a child", "[1] 1 2 [0, 1, 4, 9]"]
 
@@ -196,7 +197,7 @@ def test_ranks_and_what_they_start_find_it(tmp_path: Path) -> None:
 def wheel(source: Path) -> Path:
     folder = source.with_name(f"{source.name}-wheels")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*build, "-w", str(folder), str(source)], check=True, timeout=100)
+    subprocess.run([*build, "-w", str(folder), str(source)], check=True, timeout=LIMIT_S)
     (found,) = folder.iterdir()
     return found
 
@@ -215,7 +216,7 @@ def test_a_wheel_of_ours_names_no_folder_of_this_machine(tmp_path: Path) -> None
         told = [line for line in files.read(name).decode().splitlines() if line.endswith('extra == "horovod"')]
     assert len(told) == 2 and not any("guozhuang" in line for line in told), told
     told_to_pip = "import setuptools.build_meta as b; b.prepare_metadata_for_build_wheel('.')"
-    subprocess.run([sys.executable, "-c", told_to_pip], cwd=source, check=True, timeout=100, capture_output=True)
+    subprocess.run([sys.executable, "-c", told_to_pip], cwd=source, check=True, timeout=LIMIT_S, capture_output=True)
     metadata = (source / "guozhuang-0.1.0.dist-info" / "METADATA").read_text()
     assert f"guozhuang-horovod @ {source.resolve().as_uri()}/packaging/horovod" in metadata
 

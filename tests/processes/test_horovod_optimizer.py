@@ -62,7 +62,7 @@ def all_cases(rank: int, num_ranks: int, backend: str) -> dict[str, tuple[float,
     ("num_ranks", "backend"), [(2, "shm"), (3, "gloo"), pytest.param(4, "shm", marks=pytest.mark.slow)]
 )
 def test_weights_equal_those_of_one_process(num_ranks: int, backend: str) -> None:
-    results = run_ranks(all_cases, num_ranks, backend, init=False, timeout_s=90.0)
+    results = run_ranks(all_cases, num_ranks, backend, init=False)
     wrong = []
     for name, case in CASES.items():
         if len({result[name][1] for result in results}) != 1:
@@ -244,7 +244,7 @@ def all_situations(rank: int, num_ranks: int) -> dict[str, Any]:
 
 
 def test_in_every_situation() -> None:
-    results = run_ranks(all_situations, 3, init=False, timeout_s=90.0)
+    results = run_ranks(all_situations, 3, init=False)
     for rank, result in enumerate(results):
         assert max(result["in_other_orders"]) < TOLERANCE
         assert result["in_a_process_set"][0] < TOLERANCE

@@ -65,7 +65,7 @@ if __name__ == "__main__":
 def test_results_come_back_by_rank(tmp_path: Path) -> None:
     """Everything in one caller, which is a rank itself of no run: `guozhuang run` starts it for the path alone."""
     write(tmp_path, "def twice(x):\n    return 2 * x\n", "beside.py")
-    done = guozhuang("run", "-np", 1, write(tmp_path, CALL), folder=tmp_path, timeout_s=110)
+    done = guozhuang("run", "-np", 1, write(tmp_path, CALL), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "done"
     assert "LookupError: on purpose" in done.stderr
@@ -107,6 +107,6 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_old_names_and_elastic_runs(tmp_path: Path) -> None:
     """And a process that leaves no result although it ended well."""
-    done = guozhuang("run", "-np", 1, write(tmp_path, MORE), folder=tmp_path, timeout_s=110)
+    done = guozhuang("run", "-np", 1, write(tmp_path, MORE), folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "done"

@@ -36,14 +36,14 @@ def start(begin: list[object], script: list[object], folder: Path) -> subprocess
     """Run it to its end, by `guozhuang run`, by horovodrun, or by Python as it is."""
     path = f"{ROOT}:{extension.ON_PATH}"
     if begin is ALONE:
-        done = python(*script, folder=folder, timeout_s=110, PYTHONPATH=path)
+        done = python(*script, folder=folder, PYTHONPATH=path)
     else:
         program = "guozhuang.cli:main" if begin[0] == "run" else HOROVODRUN
         with tempfile.TemporaryDirectory(
             prefix="ranks-"
         ) as short:  # a socket's path, as of a loader's worker, has 107 bytes
             more = {"PYTHONPATH": path, "TMPDIR": short}
-            done = guozhuang(*begin, *script, folder=folder, program=program, timeout_s=110, **more)
+            done = guozhuang(*begin, *script, folder=folder, program=program, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
