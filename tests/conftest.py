@@ -38,7 +38,7 @@ TIERS = ("pure", "threads", "processes", "hosts", "device")
 STARTS_BUDGET = {"not slow": 1_750}
 # Processor time of `make test` after the installation, lint and types included. See [Note: processor time].
 PROCESSOR_BUDGET_S = {"not slow": 600.0}
-PIECE_S = 0.12
+PIECE_S = 0.012
 # Variables that torch sets for itself: its compiler does when the first optimizer of a process imports it.
 SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
 
@@ -121,6 +121,7 @@ def little_to_collect() -> None:
     """What lives by now, torch above all, is passed over by later collections: a second each, in some hundred tests."""
     gc.collect()
     gc.freeze()
+    _pieces_s.append(_piece_of_work_s())
 
 
 @pytest.fixture(autouse=True)
@@ -252,8 +253,8 @@ def _is_property(item: pytest.Item) -> bool:
 # ---- what a run cost, by tier: seconds of all workers together, processor time, and process starts
 # [Note: processor time] A test costs what this process, its children and the fork server with its children used while it ran.
 # What was reaped by nobody of these, such as an orphan that outlived its launcher, is not seen. Machines differ by a factor of
-# three, and one machine by two within an hour. So each worker times a fixed piece of work at its begin and its end, and the
-# budget holds for a machine on which that takes PIECE_S.
+# three, and one machine by two within an hour. So each worker times a fixed piece of work before each module, and the budget
+# holds for a machine on which that takes PIECE_S.
 
 
 def _tier(parts: tuple[str, ...]) -> str:
@@ -279,15 +280,9 @@ def _processor_s() -> float:
 def _piece_of_work_s() -> float:
     """Processor time of a fixed piece of work, as tests do it: Python and small operations of torch."""
     begin_s, row = time.process_time(), torch.ones(8)
-    for number in range(20_000):
+    for number in range(2_000):
         row = row * 1.0 + (number % 3 == 1)
     return time.process_time() - begin_s
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if _runs_tests(session.config):
-        _pieces_s.append(_piece_of_work_s())
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -312,7 +307,6 @@ def _runs_tests(config: pytest.Config) -> bool:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if _runs_tests(session.config):
-        _pieces_s.append(_piece_of_work_s())
         forking.stop()
     if hasattr(session.config, "workerinput"):
         session.config.workeroutput |= {"processor_s": _processor_s(), "pieces_s": _pieces_s}  # type: ignore[attr-defined]
