@@ -175,7 +175,8 @@ def replayed(batches: list[list[list[int]]]) -> tuple[torch.nn.Module, torch.opt
     return model, optimizer
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_one_never_enters_one_comes_one_is_killed_one_is_removed(tmp_path: Path, backend: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     command = (sys.executable, str(tmp_path / "train.py"), str(tmp_path))
