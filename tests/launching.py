@@ -22,7 +22,6 @@ import os
 import runpy
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -237,22 +236,19 @@ def _keep_a_warm_parent(environ: dict[str, str]) -> None:
     """Fork the warm parent of this launcher; in each of its ranks, be the rank to its end."""
     # What the launcher gives each of two ranks on two cores: one thread, and the folders of the names of other systems.
     loaded_with = environment_of_launchers(1, compat.extension().python_path, environ)
-    channel, theirs = socket.socketpair()
-    pid = os.fork()
-    if pid:
-        theirs.close()
-        warm.inherited = warm.WarmParent(warm.ForkedRank(pid), channel, loaded_with)
+    launcher: dict[str, Any] = {}
+    pid = os.getpid()
+    try:
+        request = warm._with_warm_parent(launcher, loaded_with)
+    except OSError:
+        if os.getpid() == pid:
+            raise
+        os._exit(0)  # the warm parent, whose launcher has ended already
+    if request is launcher:
         return
-    channel.close()
-    os.setsid()
     torch.set_num_threads(1)
     sys.path.insert(0, "")  # gives way to the folder of the script
     sys.path += [folder for folder in loaded_with["PYTHONPATH"].split(os.pathsep) if folder not in sys.path]
-    try:
-        theirs.send(warm._READY)
-    except OSError:
-        os._exit(0)  # the launcher has ended already
-    request = warm._serve(theirs, loaded_with)
     code: Any = 1
     try:  # what the interpreter does at the end of a program; here it would return into multiprocessing
         warm._run(request)

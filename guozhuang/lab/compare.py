@@ -255,7 +255,7 @@ def _measure(
             _compare_weights(plan, found, unfinished)
         if plan.may_stop_early and FEWEST_ROUNDS <= number < plan.settings.num_rounds:
             names = _undecided(plan, found, number)
-            done = {name for name in plan.names if name not in names}
+            done = set(plan.names) - names
             reporter.skip(lambda run, done=done: run.part != plan.part(0) and run.name in done)  # type: ignore[misc]
     if plan.timeline is not None:
         for contender in plan.contenders:
