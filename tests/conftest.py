@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import functools
 import gc
+import logging
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -126,6 +127,10 @@ def little_to_collect() -> None:
     gc.collect()
     gc.freeze()
     _pieces_s.append(_piece_of_work_s())
+    # pytest hands each of its handlers to each logger that hands on nothing, six times in a test: torch has forty of them.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True)
