@@ -20,13 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-import torch
-import torch.distributed as dist
 
-from tests import drawing, forking, shards  # noqa: F401 - drawing: how many examples
+from tests import forking, shards
 from tests.forking import starts
 from tests.waiting import LIMIT_S
 
@@ -50,8 +47,6 @@ for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda number, frame: None)
 
-# Tests compute on small tensors, side by side: a second thread only waits for the first one, and takes processor time for that.
-torch.set_num_threads(1)
 # Until tests are collected: see pytest_collection.
 gc.disable()
 
@@ -136,6 +131,9 @@ def little_to_collect() -> None:
 @pytest.fixture(autouse=True)
 def seeds() -> None:
     """The same random numbers in every test, in whatever order tests run."""
+    import numpy as np
+    import torch
+
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)  # torch.manual_seed also takes a stack trace for each kind of device
@@ -144,6 +142,9 @@ def seeds() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """A test that leaves environment, threads, processes, a process group or shared memory behind fails."""
+    import torch
+    import torch.distributed as dist
+
     environ, threads, children, memory = dict(os.environ), _threads(), _children(), _memory_files()
     default_dtype, num_threads, cwd = torch.get_default_dtype(), torch.get_num_threads(), os.getcwd()
     yield
@@ -210,6 +211,17 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests; one that only deals them out needs no torch."""
+    if _runs_tests(config):
+        import torch
+
+        from tests import drawing  # noqa: F401 - how many examples
+
+        # Tests compute on small tensors, side by side: a second thread only waits for the first one, and takes processor time.
+        torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Fast ones first, or what waits longest where tests run side by side; skip what this machine cannot run, and say so."""
     _keep_shard(config, items)
@@ -220,8 +232,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("needs_root") and os.geteuid() != 0:
             item.add_marker(pytest.mark.skip(reason="needs root to make network namespaces"))
-        if item.get_closest_marker("device") and not torch.cuda.is_available():
+        if item.get_closest_marker("device") and not _has_device():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@functools.cache
+def _has_device() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -298,6 +317,8 @@ def _processor_s() -> float:
 
 def _piece_of_work_s() -> float:
     """Processor time of a fixed piece of work, as tests do it: Python and small operations of torch."""
+    import torch
+
     begin_s, row = time.process_time(), torch.ones(8)
     for number in range(2_000):
         row = row * 1.0 + (number % 3 == 1)
