@@ -16,14 +16,18 @@ from guozhuang.errors import UsageError
 from guozhuang.gradients.named import Knobs, Settings
 
 MB = 1 << 20
-# Imported here, not in a test: importing it sets environment variables.
 HAS_SKLEARN = importlib.util.find_spec("sklearn") is not None
-if HAS_SKLEARN:
-    importlib.import_module("sklearn.gaussian_process")
 needs_sklearn = pytest.mark.skipif(
     not HAS_SKLEARN, reason="scikit-learn is not installed: pip install guozhuang[horovod]"
 )
 QUICK = AutotuneSettings(warmup_samples=0, steps_per_sample=2, max_samples=6)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sklearn() -> None:
+    """Not imported in a test, since that sets environment variables; nor above, where each worker would import it."""
+    if HAS_SKLEARN:
+        importlib.import_module("sklearn.gaussian_process")
 
 
 def made(settings: Settings) -> GaussianTuner:
