@@ -2,7 +2,8 @@
 
 The package whole, and the modules of tests whose functions run in ranks. What lives then is left out of all garbage collections
 of the forked processes: collecting it took each of them up to a second and copied every page that it shares with the server.
-And its memory is put on huge pages: a fork copies one entry of the page table for each instead of 512, a third of what it costs.
+What torch would take down at their end stays too, for the same reason. And the memory is put on huge pages: a fork copies one
+entry of the page table for each instead of 512.
 """
 
 import ctypes
@@ -10,29 +11,25 @@ import gc
 import importlib
 import pkgutil
 import sys
+import weakref
 
-import hypothesis  # noqa: F401
 import pytest
-import transformers.models.bert.modeling_bert  # noqa: F401
-
-import guozhuang
-import tests.hosts
-import tests.processes
-import tests.threads
-
-for package in (guozhuang, tests.processes, tests.hosts, tests.threads):
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if not module.name.endswith("__main__"):
-            try:
-                importlib.import_module(module.name)
-            except (Exception, pytest.skip.Exception):  # the latter, which is no Exception, where a library is missing
-                continue  # the rank that needs it will say why, or the test that it belongs to
-gc.collect()
-gc.freeze()
-
 
 _HUGE_PAGE = 2 << 20
 _MADV_COLLAPSE = 25
+
+
+def _import() -> None:
+    for library in ("hypothesis", "transformers.models.bert.modeling_bert"):
+        importlib.import_module(library)
+    for name in ("guozhuang", "tests.processes", "tests.hosts", "tests.threads"):
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            if not module.name.endswith("__main__"):
+                try:
+                    importlib.import_module(module.name)
+                except (Exception, pytest.skip.Exception):  # the latter, which is no Exception: a library is missing
+                    continue  # the rank that needs it will say why, or the test that it belongs to
 
 
 def _put_on_huge_pages() -> None:
@@ -47,5 +44,12 @@ def _put_on_huge_pages() -> None:
                 madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE)
 
 
+gc.disable()  # until all is imported, for it finds nothing
+_import()
+for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+    finalizer.atexit = False
+gc.collect()
+gc.freeze()
+gc.enable()
 if sys.platform == "linux":
     _put_on_huge_pages()
