@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -31,7 +32,7 @@ _CLONE_NEWUTS = 0x04000000
 FIXED = "--nnodes 2 --master-addr 10.77.0.10 --rdzv-conf timeout=20,keep_alive_max_attempt=2 --node-rank {host}"
 
 
-def _be_agent(namespace: str, name: str, arguments: list[str], output: str) -> None:
+def _be_agent(namespace: str, name: str, arguments: list[str], output: str, more: dict[str, str]) -> None:
     """In a process of its own: become an agent of a host."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}") as file:
@@ -42,6 +43,7 @@ def _be_agent(namespace: str, name: str, arguments: list[str], output: str) -> N
     os.dup2(file_number, 1)
     os.dup2(file_number, 2)
     os.setsid()
+    os.environ.update(more)
     from guozhuang.launch import agent
 
     try:
@@ -57,9 +59,17 @@ class Pair:
 
     Args:
         does: what the ranks do after that, as words of a shell; they sleep.
+        more: variables of each agent.
     """
 
-    def __init__(self, hosts: Hosts, folder: Path, options: str, does: tuple[str, str] = (SLEEPS, SLEEPS)) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        folder: Path,
+        options: str,
+        does: tuple[str, str] = (SLEEPS, SLEEPS),
+        more: tuple[dict[str, str], dict[str, str]] = ({}, {}),
+    ) -> None:
         self.hosts, self._folder = hosts, folder
         context = fork_server()
         self.agents: list[BaseProcess] = []
@@ -68,9 +78,8 @@ class Pair:
             script.write_text(f"#!/bin/sh\necho here\n{does[host]}\n")
             script.chmod(0o755)
             arguments = [*options.format(host=host).split(), "--no-python", str(script)]
-            process = context.Process(
-                target=_be_agent, args=(hosts._name(host), f"h{host}", arguments, str(folder / f"out{host}"))
-            )
+            told = (hosts._name(host), f"h{host}", arguments, str(folder / f"out{host}"), more[host])
+            process = context.Process(target=_be_agent, args=told)
             process.start()
             self.agents.append(process)
 
@@ -144,6 +153,20 @@ def pair_of(pairs: list[Pair], hosts: Hosts, folder: Path, options: str, *does: 
     pairs.append(Pair(hosts, folder, options, (does[0], does[1]) if does else (SLEEPS, SLEEPS)))
     pairs[-1].meet()
     return pairs[-1]
+
+
+def test_who_does_not_know_the_secret_is_not_let_in(pairs: list[Pair], hosts: Hosts, tmp_path: Path) -> None:
+    options = "--nnodes 2 --master-addr 10.77.0.10 --rdzv-conf timeout=3600 --node-rank {host}"
+    first, other = ({"GUOZHUANG_SECRET": secrets.token_hex(16)} for _ in range(2))
+    pair = Pair(hosts, tmp_path, options, more=(first, other))
+    pairs.append(pair)
+    code, text = pair.end(1)
+    assert code == 1, text
+    # The first one waits on: nobody has come.
+    pair.signal(0, signal.SIGTERM)
+    code, of_first = pair.end(0)
+    assert code == 143, of_first
+    assert "GUOZHUANG_SECRET" in text and "here" not in of_first and "Traceback" not in of_first + text
 
 
 @pytest.mark.parametrize("host", [0, pytest.param(1, marks=pytest.mark.slow)])
