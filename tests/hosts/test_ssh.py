@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "it can"),
 ]
 slow = pytest.mark.slow
+PYTHON = sys.executable
 
 
 # Meets the others by the means of stock PyTorch, and says what it was given.
@@ -153,14 +154,6 @@ def command(sshd: Sshd, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "guozhuang", "run", "--ssh-config", str(sshd.config), *arguments]
 
 
-def launch(sshd: Sshd, folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(sshd, *arguments), cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert not none_left(str(folder)), "processes are left"
-    return done
-
-
 def ours(err: str) -> list[str]:
     return [line.removeprefix("guozhuang run: ") for line in err.splitlines() if line.startswith("guozhuang run: ")]
 
@@ -188,28 +181,20 @@ NASTY = [
 ]
 
 
-def test_two_hosts_with_different_slots_train(sshd: Sshd, folder: Path) -> None:
-    given = ["-x", "ASKED", "-x", "GIVEN=x y='z'", "-H", "a0:1,a1:2"]
-    done = launch(
-        sshd,
-        folder,
-        *given,
-        "train.py",
-        *NASTY,
-        ASKED="as\nked",
-        NCCL_DEBUG="WARN",
-        NOT_CARRIED="1",
-        OMP_NUM_THREADS="1",
-    )
-    assert done.returncode == 0, done.stderr
-    ranks = told(done.stdout)
+def test_two_hosts_with_different_slots_train(fast: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", PYTHON)  # the hosts' own interpreter, which has imported nothing
+    for name, value in {"ASKED": "as\nked", "NCCL_DEBUG": "WARN", "NOT_CARRIED": "1", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = fast("-x", "ASKED", "-x", "GIVEN=x y='z'", "-H", "a0:1,a1:2", "train.py", *NASTY)
+    assert code == 0, err
+    ranks = told(out)
     assert [each["RANK"] for each in ranks] == ["0", "1", "2"]
     assert [each["GROUP_RANK"] for each in ranks] == ["0", "1", "1"]
     assert [each["LOCAL_WORLD_SIZE"] for each in ranks] == ["1", "2", "2"]
     for each in ranks:
         assert each["total"] == 6.0
         assert each["argv"] == NASTY
-        assert (each["folder"], each["python"]) == (str(folder), sys.executable)
+        assert (each["folder"], each["python"]) == (str(folder), PYTHON)
         assert (each["ASKED"], each["GIVEN"], each["NCCL_DEBUG"]) == ("as\nked", "x y='z'", "WARN")
         assert (each["NOT_CARRIED"], each["GUOZHUANG_SECRET"]) == (None, None)
         assert (each["MASTER_ADDR"], each["GLOO_SOCKET_IFNAME"], each["NCCL_SOCKET_IFNAME"]) == (
@@ -217,9 +202,9 @@ def test_two_hosts_with_different_slots_train(sshd: Sshd, folder: Path) -> None:
             "lo",
             "lo",
         )
-    said = [line for line in done.stderr.splitlines() if line.endswith("says this to stderr")]
-    assert len(said) == 3, done.stderr
-    assert "says this to stderr" not in done.stdout
+    said = [line for line in err.splitlines() if line.endswith("says this to stderr")]
+    assert len(said) == 3, err
+    assert "says this to stderr" not in out
 
 
 def test_hosts_that_cannot_be_reached_are_named_in_the_words_of_ssh(sshd: Sshd, folder: Path, fast: Any) -> None:
