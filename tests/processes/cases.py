@@ -154,7 +154,7 @@ def seeded(seed: int) -> Iterator[None]:
     No collective may be called inside: the other ranks could not come to it. So a model is made here, and wrapped outside.
     """
     with GENERATOR:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed also takes a stack trace for each kind of device
         yield
 
 
