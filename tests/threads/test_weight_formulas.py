@@ -129,63 +129,63 @@ class Moment:
     has_met: bool
 
 
-def story(plan: Plan, layout: str) -> dict[int | str, Moment]:
+def story(twin: Twin) -> dict[int | str, Moment]:
     """The moments after each step of the first part, after the agreement that ends it, and after each step of the second."""
-    twin = plan.twin(layout)
     found: dict[int | str, Moment] = {}
 
     def note(when: int | str) -> None:
         found[when] = Moment([flat(twin.of(rank)) for rank in range(twin.size)], twin.has_met)
 
-    for step in first_steps(twin):
+    for step in first_steps(type(twin)):
         twin.step(step)
         note(step)
     twin.agree()
     note("agreed")
-    for step in later_steps(twin):
+    for step in later_steps(type(twin)):
         twin.step(step)
         note(step)
     return found
 
 
-def first_steps(twin: Twin) -> range:
-    return range(14 if isinstance(twin, Outer) else 8)
+def first_steps(kind: type[Twin]) -> range:
+    return range(14 if issubclass(kind, Outer) else 8)
 
 
-def later_steps(twin: Twin) -> range:
-    return range(14, 18) if isinstance(twin, Outer) else range(8, 11)
+def later_steps(kind: type[Twin]) -> range:
+    return range(14, 18) if issubclass(kind, Outer) else range(8, 11)
 
 
-def follows(rank: int, size: int, name: str, layout: str, moments: dict[int | str, Moment]) -> None:
+def follows(rank: int, size: int, name: str, layout: str, kind: type[Twin], moments: dict[int | str, Moment]) -> None:
     plan = PLANS[name]
-    (ddp, optimizer), twin = wrapped(between(layout, plan.exchange), plan.make), plan.twin(layout)
+    ddp, optimizer = wrapped(between(layout, plan.exchange), plan.make)
 
     def go_on(steps: range) -> None:
         for step in steps:
             train(ddp, optimizer, rank, [step], plan.parts, plan.syncs)
             now = moments[step]
             near_row(ddp.module, now.weights[rank], plan.atol)
-            equal_inside(ddp.module, layout, apart=isinstance(twin, Means) and not now.has_met)
+            equal_inside(ddp.module, layout, apart=issubclass(kind, Means) and not now.has_met)
             if now.has_met:
                 assert_equal_across_ranks(ddp.module)
 
-    go_on(first_steps(twin))
+    go_on(first_steps(kind))
     ddp.eval()
     near_row(ddp.module, moments["agreed"].weights[rank], plan.atol)
     assert_equal_across_ranks(ddp.module)
-    if isinstance(twin, Outer) and len(set(layout)) == size:
+    if issubclass(kind, Outer) and len(set(layout)) == size:
         kept = ddp.exchange_state_dict()["weights"]["exchange"]["global"]
         same = all(torch.equal(p, kept[name]) for name, p in ddp.module.named_parameters())
         assert same or plan.exchange.agree_by == "mean"  # type: ignore[attr-defined]
     ddp.train()
-    go_on(later_steps(twin))
+    go_on(later_steps(kind))
     ddp.eval()  # waits for what is in flight: the groups are about to end
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_step_is_the_formula(name: str, layout: str) -> None:
-    run_threads(follows, len(layout), name, layout, story(PLANS[name], layout))
+    twin = PLANS[name].twin(layout)
+    run_threads(follows, len(layout), name, layout, type(twin), story(twin))
 
 
 def joined(rank: int, size: int, name: str, layout: str, lengths: list[int]) -> None:
