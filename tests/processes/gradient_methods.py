@@ -55,10 +55,10 @@ class Method:
 
 @dataclass(frozen=True)
 class Restless(MinMax8):
-    """Takes another time on every rank and for every bucket: it computes up to some thousand sums for nothing."""
+    """Takes another time on every rank and for every bucket: it computes up to some hundred sums for nothing."""
 
     def encode(self, rows: Tensor, codes: Tensor, random_bits: torch.Generator) -> None:
-        for _ in range(random.SystemRandom().randrange(1000)):
+        for _ in range(random.SystemRandom().randrange(200)):
             rows.sum()
         super().encode(rows, codes, random_bits)
 
