@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import collections
 import functools
+import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +78,11 @@ MODULES = {module_of(path): path for path in FILES}
 @functools.cache
 def trees() -> dict[Path, ast.Module]:
     """The syntax of each file of the package."""
-    return {path: ast.parse(text) for path, text in TEXTS.items()}
+    gc.disable()  # all nodes stay: collections would go through them again and again
+    try:
+        return {path: ast.parse(text) for path, text in TEXTS.items()}
+    finally:
+        gc.enable()
 
 
 def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -88,7 +93,7 @@ def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
                 yield from imports(branch)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield node
-        else:
+        elif not isinstance(node, ast.expr):
             yield from imports(node)
 
 
