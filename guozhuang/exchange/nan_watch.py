@@ -34,14 +34,16 @@ class NanWatch:
     """Looks at this rank's own gradients, as they are before they are exchanged.
 
     Args:
-        group: the ranks, of which the first one that finds NaN says so.
+        group: the ranks, of which the first one that finds NaN says so; None: there is one.
         defers: whether buckets are judged in the next step; None: those on accelerators are.
         are_averaged: whether the gradients are averages over the ranks, which do not tell whose samples are the cause.
     """
 
-    def __init__(self, group: dist.ProcessGroup, defers: bool | None = None, *, are_averaged: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, defers: bool | None = None, *, are_averaged: bool = False
+    ) -> None:
         # A watch outlives its group: gloo's connections and the store's port are free with the last reference to them.
-        self._group, self._rank = weakref.ref(group), group.rank()
+        self._group = (lambda: None) if group is None else weakref.ref(group)
         self._defers, self._stops = defers, requested_stop_on_nan()
         self._are_averaged = are_averaged
         self._places: dict[int, tuple[Sequence[Tensor], Tensor]] = {}
@@ -60,17 +62,18 @@ class NanWatch:
         self._judge(step, is_nan, lambda: zip(bucket.names, bucket.views, strict=True))
 
     def look_at(self, names: Sequence[str], parameters: Sequence[Tensor], step: int) -> None:
-        """Look at the first and the last few parameters' gradients, where ranks exchange no buckets of gradients.
+        """Look at the first and the last few of the gradients that are here, where ranks exchange no buckets of gradients.
 
-        Of a gradient that is divided among the ranks (a DTensor) this rank's part is looked at.
+        Of a gradient that is divided among the ranks (a DTensor) this rank's part is looked at. Parameters without a gradient,
+        as those of frozen layers and of other stages of a pipeline, are passed over.
 
         Raises:
             FloatingPointError: as ``look`` does.
         """
         if self._is_over:
             return
-        is_few = len(parameters) <= 2 * _PARAMETERS
-        few = parameters if is_few else (*parameters[:_PARAMETERS], *parameters[-_PARAMETERS:])
+        here = [p for p in parameters if p.grad is not None]
+        few = here if len(here) <= 2 * _PARAMETERS else (*here[:_PARAMETERS], *here[-_PARAMETERS:])
         gradients = [g for p in few if (g := _own_part(p)) is not None and g.layout == torch.strided and g.numel()]
         flags = [each.flatten()[:: max(1, each.numel() // _ELEMENTS)].isnan().any() for each in gradients]
         if flags and len({flag.device for flag in flags}) == 1:
@@ -108,7 +111,8 @@ class NanWatch:
 
     def _found(self, step: int, names: Sequence[str]) -> None:
         self._is_over, self._places, self._pending = True, {}, []
-        is_first, group = True, self._group()
+        # Of a training whose ranks average in several groups, one rank says it, by its number in the whole world.
+        is_first, group = True, dist.group.WORLD if dist.is_initialized() else self._group()
         with contextlib.suppress(RuntimeError):  # a store that is gone
             is_first = group is None or store_of(group).add(_KEY, 1) == 1
         which, whose = (
@@ -116,7 +120,7 @@ class NanWatch:
         )
         what = f"step {step}: the {which} of {some_of(names)} is NaN here, so the loss or what led to it was"
         fix = f"look at {whose}, the learning rate and the precision; with a GradScaler this may happen now and then"
-        text = explain(what, rank=self._rank, fix=fix)
+        text = explain(what, rank=0 if group is None else group.rank(), fix=fix)
         if self._stops:
             raise FloatingPointError(text)
         if is_first:

@@ -20,6 +20,7 @@ from guozhuang.registry import registry
 from guozhuang.sharding.optimizer import ShardedOptimizer
 from guozhuang.sharding.prepared import EqualBuffers
 from guozhuang.strategies.prepared import StandsForModule, warn_of_differences
+from guozhuang.strategies.steps import look_for_nan, measure_own_time, record_steps
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
 from guozhuang.strategies.ways import PlainStep, PreparedPair, Setup, Sharded, several, takes_several, wraps_in_ddp
 from guozhuang.timeline import Timeline
@@ -183,11 +184,10 @@ def prepare_unseen(
         begin_session()
     if chosen.trains and not chosen.one_process:
         setattr(prepared[0], MARK, PreparedAlready(chosen.name))
-    path = requested_timeline()
-    if world.size > 1 or path is not None:
-        from guozhuang.strategies.steps import measure_own_time, record_steps  # imported only when needed
-
+    look_for_nan(model, prepared[0], prepared[1], chosen, world)
+    if world.size > 1:
         measure_own_time(prepared[0], prepared[1], chosen, world)
+    path = requested_timeline()
     if path is not None:
         timeline = Timeline(world.rank)
         record_steps(prepared[0], prepared[1], timeline)

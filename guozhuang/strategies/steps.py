@@ -1,24 +1,28 @@
-"""Watches the steps of a prepared pair: records them on a timeline, and measures this rank's own time in their phases."""
+"""Watches the steps of a prepared pair: records them on a timeline, measures this rank's own time, and looks for NaN."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
 from guozhuang.distributed import DistributedDataParallel
+from guozhuang.exchange.nan_watch import NanWatch
 from guozhuang.gradients.passes import UncopiedHook
 from guozhuang.registry import registry
+from guozhuang.sharding.optimizer import ShardedOptimizer
 from guozhuang.timeline import Timeline
 from guozhuang.watch.waits import waits
 from guozhuang.world import World, requested_hang_timeout, requested_slow_rank
 
 from .table import Strategy
-from .ways import several
+from .ways import several, sharded_gradients, sharded_weights, torch_ddp
 
 # Strategies under which no rank waits for another one in each step.
 _NOBODY_WAITS = ("async-parameter-server", "async-model-average")
@@ -38,6 +42,42 @@ def record_steps(model: nn.Module, optimizer: Optimizer | tuple[Optimizer, ...],
     if isinstance(model, DistributedDataParallel):
         model.timeline = timeline
     watch_steps(model, optimizer, begin, end)
+
+
+def look_for_nan(
+    module: nn.Module, model: nn.Module, optimizer: Optimizer | tuple[Optimizer, ...], chosen: Strategy, world: World
+) -> None:
+    """Look for NaN before each step of the optimizer, under strategies that do not look when they exchange gradients.
+
+    Those are the ones without an exchange (one process, a model that is divided over all ranks), and PyTorch's own.
+
+    Args:
+        module: the script's own, whose names parameters have.
+        model: what stands for it.
+        optimizer: what is stepped, or several.
+        chosen: the strategy.
+        world: with the layout of the ranks.
+    """
+    if isinstance(model, DistributedDataParallel) or isinstance(several(optimizer)[0], ShardedOptimizer):
+        return
+    is_averaged_inside = world.layout.model_size > 1 and world.layout.dp > 1 and not chosen.divides_itself
+    if is_averaged_inside or chosen.prepare in (sharded_gradients, sharded_weights):
+        return
+    name_of = {parameter: name for name, parameter in module.named_parameters()}
+    for each in several(optimizer):
+        watch = NanWatch(dist.group.WORLD, are_averaged=chosen.prepare is torch_ddp)
+        each.register_step_pre_hook(UncopiedHook(_LookBeforeStep(watch, name_of)))
+
+
+class _LookBeforeStep:
+    """A hook of an optimizer's step."""
+
+    def __init__(self, watch: NanWatch, name_of: Mapping[nn.Parameter, str]) -> None:
+        self._watch, self._name_of, self._steps = watch, name_of, itertools.count()
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        here = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._watch.look_at([self._name_of.get(p, "some parameter") for p in here], here, next(self._steps))
 
 
 def measure_own_time(
