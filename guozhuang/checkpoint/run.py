@@ -229,8 +229,11 @@ def _steps_of_first(folder: CheckpointFolder) -> list[int]:
     return list(theirs)
 
 
-def _read(checkpoint: Path) -> tuple[tuple[Any, Any, dict[str, Any]] | None, str]:
-    """Read and verify what this rank restores, and on rank 0 all of the checkpoint; return it, and why it is not whole."""
+def _read(checkpoint: Path) -> tuple[tuple[Any, Any, Any, dict[str, Any]] | None, str]:
+    """Read and verify what this rank restores, and on rank 0 all of the checkpoint; return it, and why it is not whole.
+
+    It is what all ranks share, this rank's own, rank 0's own, and the manifest.
+    """
     rank, _ = place()
     try:
         manifest = manifest_of(checkpoint)
@@ -240,17 +243,17 @@ def _read(checkpoint: Path) -> tuple[tuple[Any, Any, dict[str, Any]] | None, str
         for name in parts_of(manifest) if rank == 0 else ():
             if name not in read:
                 read_part(checkpoint, manifest, name)
-        (_, first_tensors), (own, own_tensors) = read["rank-0"], read[own_name]
+        (first, first_tensors), (own, own_tensors) = read["rank-0"], read[own_name]
         tensors = own_tensors | {key: first_tensors[theirs] for key, theirs in own["as_rank_0"].items()}
         shared = Flat(read["shared"][0]["tree"], read["shared"][1]).state
-        return (shared, Flat(own["tree"], tensors).state, manifest), ""
+        return (shared, Flat(own["tree"], tensors).state, Flat(first["tree"], first_tensors).state, manifest), ""
     except CheckpointError as error:
         return None, str(error)
     except (KeyError, ValueError, TypeError, IndexError) as error:
         return None, str(broken(checkpoint, f"its contents are not those of a checkpoint: {error!r}"))
 
 
-def _apply(checkpoint: Path, shared: Any, own: Any, manifest: dict[str, Any]) -> None:
+def _apply(checkpoint: Path, shared: Any, own: Any, first: Any, manifest: dict[str, Any]) -> None:
     """Restore a whole checkpoint on all ranks, or on none."""
     state, (rank, _) = _saving.state, place()
     failure = ""
@@ -262,7 +265,7 @@ def _apply(checkpoint: Path, shared: Any, own: Any, manifest: dict[str, Any]) ->
     if any(failures):
         which = next(i for i, text in enumerate(failures) if text)
         raise UsageError(f"{checkpoint}: {failures[which]}" + ("" if failure else f" (on rank {which})"))
-    notes = state.restore(shared, own, manifest)
+    notes = state.restore(shared, own, first, manifest)
     _of_all("")  # under ``sharded`` ranks share memory: none goes on before all have written
     if rank == 0:
         _log.warning("goes on from %s, saved %s", checkpoint, manifest["saved_at"])

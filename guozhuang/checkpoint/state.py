@@ -11,23 +11,22 @@ had, but for the generators, which stay as the script seeded them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import platform
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from guozhuang.checkpoint import trained as of_trained
+from guozhuang.checkpoint.process import generators, machine, set_generators
 from guozhuang.checkpoint.tree import copied, flatten, unflatten
 from guozhuang.errors import UsageError, explain
+from guozhuang.groups.agreement import agree
+from guozhuang.groups.subgroups import timeout_s
 from guozhuang.registry import Stateful, registry
 
 _log = logging.getLogger("guozhuang")
@@ -160,7 +159,7 @@ class TrainingState(Stateful):
             own = {
                 "trained": [each[1] for each in found],
                 "kept": {name: _state_of(value) for name, value in vars(self.values).items()},
-                "generators": _generators(),
+                "generators": generators(),
             }
         return Flat.of(shared, "shared"), Flat.of(own, f"rank-{rank}"), all(each[2] for each in found)
 
@@ -183,7 +182,7 @@ class TrainingState(Stateful):
         return {
             "ranks": place()[1],
             "strategies": [each.strategy for each in registry.trained],
-            "machine": _machine(),
+            "machine": machine(),
         }
 
     def forgotten(self) -> list[str]:
@@ -231,22 +230,32 @@ class TrainingState(Stateful):
         for loader, state in zip(registry.loaders, shared["loaders"], strict=False):
             loader.load_state_dict(state)  # raises if it has other data; :meth:`restore` sets all positions
 
-    def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
+    def restore(
+        self, shared: Mapping[str, Any], own: Mapping[str, Any], first: Mapping[str, Any], about: Mapping[str, Any]
+    ) -> list[str]:
         """Set everything that is registered to a state that :meth:`check` has accepted. Every rank must call it.
 
         Args:
             shared: what all ranks share.
             own: what was saved on this rank, or on the one that takes its place.
+            first: what was saved on rank 0, for what was each rank's own and is shared here.
             about: what :meth:`about` returned in the saved run.
 
         Returns:
             What could not be restored, and what differs from the saved run so that bits may differ: sentences for the log.
+
+        Raises:
+            MismatchError: replicas differ between ranks after all; the text names the first that does.
         """
         rank, size = place()
         notes = []
         mine = self.about()
-        all_shared, all_own = _completed(shared, own)
+        (all_shared, all_own), (_, all_first) = _completed(shared, own), _completed(shared, first)
         for i, each in enumerate(registry.trained):
+            all_own[i], made_one = of_trained.make_one(each, all_own[i], all_first[i])
+            if made_one and about["ranks"] > 1:
+                what = f"each rank had its own {' and '.join(made_one)} under {about['strategies'][i]}"
+                notes.append(f"{what}; all ranks go on with those of rank 0, because {each.strategy} shares them")
             same = (mine["ranks"], each.strategy) == (about["ranks"], about["strategies"][i])
             if left_out := of_trained.restore(each, all_shared[i], all_own[i], same):
                 notes.append(f"{left_out} was left out, because it belongs to {about['ranks']} ranks")
@@ -256,12 +265,13 @@ class TrainingState(Stateful):
         self.step, self.epochs = shared["step"], list(shared["epochs"])
         self._load_loaders(shared["loaders"])
         registry.has_stepped = False
+        self._compare_replicas()
         differ = [f"{key} ({theirs} then, {mine['machine'].get(key)} now)" for key, theirs in about["machine"].items()
                   if mine["machine"].get(key) != theirs]  # fmt: skip
         if differ:
             notes.append(f"bits may differ from the saved run's, because these differ: {', '.join(differ)}")
         if rank < about["ranks"]:
-            _set_generators(own["generators"])  # last: nothing after it draws
+            set_generators(own["generators"])  # last: nothing after it draws
         for each in registry.trained:
             if hasattr(type(each.model), "draw_alike"):
                 each.model.draw_alike()  # the states may be of ranks that had other places
@@ -270,6 +280,13 @@ class TrainingState(Stateful):
                 f"it was saved by {about['ranks']} ranks and goes on with {size}: sums have another order of terms"
             )
         return notes
+
+    def _compare_replicas(self) -> None:
+        group = dist.group.WORLD if place()[1] > 1 else None
+        if group is not None:
+            lines = [f"{i}: {line}" for i, each in enumerate(registry.trained) for line in of_trained.replicas(each)]
+            fix = "look for a disk or a memory that fails; each rank has read its own copy of the files"
+            agree(group, "the restored weights and optimizers", lines, timeout_s(group), fix)
 
     def _load_loaders(self, states: list[Any]) -> None:
         loaders = registry.loaders
@@ -320,7 +337,10 @@ class TrainingState(Stateful):
             tree = json.loads(json.loads(text[8 : 8 + length])["__metadata__"]["tree"])
             parts.append(Flat(tree, {**tensors, **{k: v.clone() for k, v in more.items()}}).state)
         self.check(*parts)
-        for note in self.restore(parts[0], parts[1], about):
+        first = [parts[1]]
+        if place()[1] > 1:
+            dist.broadcast_object_list(first)
+        for note in self.restore(parts[0], parts[1], first[0], about):
             _log.warning("%s", note)
 
 
@@ -363,46 +383,3 @@ def _state_of(value: Any) -> dict[str, Any]:
     if is_stateful(value):
         return {"stateful": True, "state": value.state_dict()}
     return {"stateful": False, "state": value}
-
-
-def _device() -> Any:
-    """Return the module of this process's accelerator, if it was used; None on the CPU."""
-    if not torch.accelerator.is_available():
-        return None
-    module: Any = getattr(torch, torch.accelerator.current_accelerator(check_available=True).type, None)  # type: ignore[union-attr]
-    return module if module is not None and getattr(module, "is_initialized", lambda: True)() else None
-
-
-def _generators() -> dict[str, Any]:
-    """Return the states of the process's generators of random numbers."""
-    found = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
-    device = _device()
-    return found if device is None else {**found, "device": device.get_rng_state()}
-
-
-def _set_generators(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["torch"].clone())
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    device = _device()
-    if device is not None and "device" in states:
-        device.set_rng_state(states["device"].clone())
-
-
-def _machine() -> dict[str, Any]:
-    """Return what decides which kernels compute, and in which order they add."""
-    found: dict[str, Any] = {
-        "torch": torch.__version__,
-        "libraries": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "float32 products": torch.get_float32_matmul_precision(),
-    }
-    device = _device()
-    if device is not None:
-        found["device"] = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
-        found["device name"] = getattr(device, "get_device_name", lambda: "")()
-    return found

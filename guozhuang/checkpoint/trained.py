@@ -5,6 +5,9 @@ bits. Under ``sharded`` and its stages ranks hold parts, of which all ranks toge
 the ranks' weights differ between exchanges, so they are made equal first (``agree``), as before every evaluation, and the
 training goes on from there; their optimizers and the exchange's own state stay each rank's own. Under ``none`` everything is
 each rank's own. Buffers (running statistics) always are: ranks see different batches.
+
+What was each rank's own in the saved run and is shared in the one that goes on, as a diloco optimizer that ddp takes over, is
+made one: all ranks take that of rank 0. An average would be the state of no training: its steps and its bits are nobody's.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from guozhuang.checkpoint.tree import copied
+from guozhuang.checkpoint.files import digest
+from guozhuang.checkpoint.tree import copied, flatten
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import Trained
 from guozhuang.sharding.whole import division_if_any, full, full_weights, is_divided, is_dtensor
@@ -55,19 +59,67 @@ def capture(trained: Trained, is_first: bool) -> tuple[dict[str, Any], dict[str,
     parameters = full_weights(module)
     state = _optimizer_state(module, optimizer)
     own["exchange"] = _exchange_state(model, optimizer)
-    if trained.strategy == "none":
+    if _keeps_weights_apart(trained):
         own["parameters"], own["optimizer"] = parameters, state
         return shared, own, True
     own["parameters"] = {name: p for name, p in parameters.items() if name in left_alone}
-    if _exchanges_weights(model):
+    if _keeps_optimizers_apart(trained):
         own["optimizer"] = state
-    divided = is_divided(module) or hasattr(optimizer, "carrier") or _has_parts(module)
+    divided = _is_in_parts(trained)
     if divided and not is_first:
         return {}, own, False
     shared["parameters"] = {name: p for name, p in parameters.items() if name not in left_alone}
     if "optimizer" not in own:
         shared["optimizer"] = state
     return shared, own, not divided
+
+
+def make_one(trained: Trained, own: Mapping[str, Any], first: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return what this rank restores as its own, and what of it was made one for all ranks: those of rank 0.
+
+    Args:
+        trained: the model and the optimizer.
+        own: what was saved on this rank, or on one that takes its place.
+        first: what was saved on rank 0.
+    """
+    found, made = dict(own), []
+    if "optimizer" in own and not _keeps_optimizers_apart(trained):
+        found["optimizer"] = first["optimizer"]
+        made.append("optimizer")
+    left_alone: frozenset[str] = getattr(trained.model, "ignored", frozenset())
+    shared = {name: value for name, value in first.get("parameters", {}).items() if name not in left_alone}
+    if shared and not _keeps_weights_apart(trained):
+        found["parameters"] = {**own["parameters"], **shared}
+        made.append("weights")
+    return found, made
+
+
+def replicas(trained: Trained) -> list[str]:
+    """Return a line for each value that must be equal on all ranks, with the hash of its bits, to be compared; not collective.
+
+    There are none for a model or an optimizer of which ranks hold parts.
+    """
+    if _keeps_weights_apart(trained) or _is_in_parts(trained):
+        return []
+    left_alone: frozenset[str] = getattr(trained.model, "ignored", frozenset())
+    named = trained.module.named_parameters()
+    tensors = {name: p.detach() for name, p in named if name not in left_alone and not is_lazy(p)}
+    plain = None
+    if not _keeps_optimizers_apart(trained):
+        plain = flatten(_optimizer_state(trained.module, trained.optimizer), "optimizer", tensors)
+    return [*(f"{name} {digest(t.cpu().contiguous())[:16]}" for name, t in tensors.items()), f"the optimizer {plain}"]
+
+
+def _keeps_weights_apart(trained: Trained) -> bool:
+    return trained.strategy == "none"
+
+
+def _keeps_optimizers_apart(trained: Trained) -> bool:
+    return _keeps_weights_apart(trained) or _exchanges_weights(trained.model)
+
+
+def _is_in_parts(trained: Trained) -> bool:
+    return is_divided(trained.module) or hasattr(trained.optimizer, "carrier") or _has_parts(trained.module)
 
 
 def _has_parts(module: nn.Module) -> bool:

@@ -1,0 +1,134 @@
+"""A run goes on under any other strategy, on any number of ranks, as one training: ranks that share the model stay equal."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import guozhuang as gz
+from guozhuang.checkpoint import run as of_run
+from guozhuang.sharding.whole import full
+from guozhuang.strategies.table import STRATEGIES
+from guozhuang.world.layout import HYBRID, OWN_AXIS
+from tests.processes.test_peers import Model, loss_of
+from tests.ranks import run_ranks
+from tests.waiting import LIMIT_S
+
+STEPS = 2
+# Those that keep each rank's optimizer apart, those that share it, and those that divide it.
+SOME = ("ddp", "sharded", "diloco", "none", "pipeline")
+EVERY = tuple(
+    name for name, each in STRATEGIES.items() if each.trains and name != "space"
+)  # which divides images alone
+DIVIDE = {*OWN_AXIS, HYBRID, "torch-pipeline", "torch-tensor"}
+# Ranks train for themselves between two exchanges, and their weights differ.
+APART = {"none", "horovod-local-gradients"}
+
+
+def prepared(name: str, size: int) -> Any:
+    torch.manual_seed(3)
+    model = Model()
+    layout = f"tp={size}" if name == HYBRID else None
+    return model, gz.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01), name, layout=layout)
+
+
+def train(pair: Any, name: str, rank: int) -> None:
+    generator = torch.Generator().manual_seed(0 if name in DIVIDE else rank)
+    for _ in range(STEPS):
+        words = torch.randint(0, 50, (12, 8), generator=generator)
+        pair.step({"words": words, "answers": words[:, 0] % 2}, loss_of)
+
+
+def fits(name: str, size: int) -> bool:
+    strategy = STRATEGIES[name]
+    if strategy.one_process or name in ("torch-pipeline", "torch-tensor"):
+        return strategy.one_process == (size == 1)
+    return size < 3 or name not in ("sequence", "tensor", HYBRID)  # which divide the 4 heads
+
+
+def saves(rank: int, size: int, names: tuple[str, ...], folder: str) -> None:
+    for name in names:
+        of_run._leave()
+        gz.init(timeout_s=LIMIT_S)
+        _, pair = prepared(name, size)
+        train(pair, name, rank)
+        gz.save(f"{folder}/{name}-{size}")
+        gz.shutdown()
+
+
+def goes_on(rank: int, size: int, origins: list[str], names: tuple[str, ...], folder: str) -> dict[str, str]:
+    """The hash of the weights after some steps from each checkpoint, or what refused it."""
+    found: dict[str, str] = {}
+    notes: list[str] = []
+    logging.getLogger("guozhuang").addFilter(lambda record: notes.append(record.getMessage()) or True)
+    for name in names:
+        of_run._leave()
+        gz.init(timeout_s=LIMIT_S)
+        _, pair = prepared(name, size)
+        for origin in origins:
+            key = f"{origin} to {name}-{size}"
+            notes.clear()
+            try:
+                assert gz.restore(f"{folder}/{origin}") is not None
+            except gz.errors.UsageError as error:
+                found[key] = str(error)
+                continue
+            is_said = any("all ranks go on with those of rank 0" in note for note in notes)
+            train(pair, name, rank)
+            state = {n: full(t) if isinstance(t, torch.Tensor) else t for n, t in pair[0].state_dict().items()}
+            text = b"".join(t.cpu().contiguous().numpy().tobytes() for n, t in sorted(state.items()))
+            found[key] = hashlib.sha256(text).hexdigest()[:12] + (" said" if is_said and rank == 0 else "")
+            if size > 1:
+                dist.barrier()
+        gz.shutdown()
+    return found
+
+
+def check(names: tuple[str, ...], sizes: tuple[int, ...], folder: Path) -> dict[str, list[str]]:
+    env = {"GUOZHUANG_SERVERS": None}
+    origins = []
+    for size in sizes:
+        chosen = tuple(name for name in names if fits(name, size))
+        run_ranks(saves, size, chosen, str(folder), init=False, env=env, timeout_s=10 * LIMIT_S)
+        origins += [f"{name}-{size}" for name in chosen]
+    whole: dict[str, list[str]] = {}
+    for size in sizes:
+        chosen = tuple(name for name in names if fits(name, size))
+        found = run_ranks(goes_on, size, origins, chosen, str(folder), init=False, env=env, timeout_s=10 * LIMIT_S)
+        whole |= {key: [each[key] for each in found] for key in found[0]}
+    return whole
+
+
+def differing(whole: dict[str, list[str]]) -> list[str]:
+    found = []
+    for key, texts in whole.items():
+        name = key.partition(" to ")[2].rpartition("-")[0]
+        if len({text.removesuffix(" said") for text in texts}) > 1 and name not in APART:
+            found.append(f"{key}: {texts}")
+    return found
+
+
+def test_replicas_stay_equal_whatever_the_strategy_was(tmp_path: Path) -> None:
+    whole = check(SOME, (1, 2), tmp_path)
+    assert not differing(whole)
+    said = {key for key, texts in whole.items() if texts[0].endswith(" said")}
+    assert said == {
+        f"{a}-2 to {b}-{n}"
+        for a, into in (("diloco", ("ddp", "sharded", "pipeline")), ("none", ("ddp", "sharded", "pipeline", "diloco")))
+        for b in into
+        for n in (1, 2)
+    }
+
+
+@pytest.mark.slow
+def test_replicas_stay_equal_between_all_pairs_of_strategies(tmp_path: Path) -> None:
+    whole = check(EVERY, (1, 2, 3), tmp_path)
+    assert not differing(whole)
+    refused = {key: texts for key, texts in whole.items() if " " in texts[0].removesuffix(" said")}
+    assert not refused
