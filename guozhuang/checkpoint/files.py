@@ -183,7 +183,15 @@ def read_tensors(folder: Path, name: str, facts: Facts, *, afresh: bool = False)
         with safetensors.safe_open(folder / name, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - it is no mapping
                 found[key] = file.get_tensor(key)
-    except (safetensors.SafetensorError, OSError, RuntimeError) as error:
+    except (
+        safetensors.SafetensorError,
+        OSError,
+        RuntimeError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise broken(folder, f"{name} cannot be read: {error}") from error
     if found.keys() != wanted.keys():
         raise broken(folder, f"{name} holds other tensors than the manifest says")

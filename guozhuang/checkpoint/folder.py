@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,13 +29,14 @@ from typing import Any
 from torch import Tensor
 
 from guozhuang.checkpoint.files import Facts, broken, read_json, read_tensors, sync_folder, write_json
+from guozhuang.checkpoint.schema import MANIFEST_RECORD, PART_RECORD, fault
 from guozhuang.errors import CheckpointError, UsageError, explain
 
 FORMAT = "guozhuang checkpoint 1"
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 _LATE_S, _LATE_LOOKS = 3.0, 30  # how long a network file system may take to show a new file, and how often to look
-_MAX_MANIFEST_BYTES = 1 << 30
+_MAX_MANIFEST_BYTES, _MAX_LOCK_BYTES = 1 << 30, 64
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _FILE = re.compile(r"(shared|rank-[0-9]{1,9})\.(json|safetensors)")
 
@@ -80,7 +82,7 @@ class CheckpointFolder:
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = self.partial(step)
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
         partial.mkdir(mode=0o700)
         return partial
 
@@ -109,11 +111,11 @@ class CheckpointFolder:
         finally:
             self.recover()
         sync_folder(self.path)
-        shutil.rmtree(self._replaced(step), ignore_errors=True)
+        _remove(self._replaced(step))
 
     def give_up(self, step: int) -> None:
         """Remove what was written of a checkpoint that did not become whole."""
-        shutil.rmtree(self.partial(step), ignore_errors=True)
+        _remove(self.partial(step))
 
     def _replaced(self, step: int) -> Path:
         return self.path / f"step-{step}.replaced.partial"
@@ -141,15 +143,24 @@ class CheckpointFolder:
         with contextlib.suppress(OSError):
             for name in os.listdir(self.path):
                 if re.fullmatch(rf"{_STEP.pattern}(\.old|\.replaced)?\.partial", name):
-                    shutil.rmtree(self.path / name, ignore_errors=True)
+                    _remove(self.path / name)
 
     def _discard(self, checkpoint: Path) -> None:
         leaving = checkpoint.with_name(f"{checkpoint.name}.old.partial")
-        shutil.rmtree(leaving, ignore_errors=True)
+        _remove(leaving)
         with contextlib.suppress(OSError):
             os.rename(checkpoint, leaving)
             sync_folder(self.path)
-            shutil.rmtree(leaving, ignore_errors=True)
+            _remove(leaving)
+
+
+def _remove(path: Path) -> None:
+    """Delete what has a name of this program: a folder with its files; of a link, the link and not where it leads."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def hold(path: Path) -> tuple[int | None, str]:
@@ -159,15 +170,22 @@ def hold(path: Path) -> tuple[int | None, str]:
         A descriptor that holds the lock (None on a file system without locks), and the sign that :func:`sees` looks for.
 
     Raises:
-        UsageError: another run writes into it, or it cannot be made.
+        UsageError: another run writes into it, it cannot be made, or its lock is a link or no file of this program.
     """
     fix = "give --checkpoint another folder"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path / LOCK, flags, 0o600)
     except OSError as error:
+        if (path / LOCK).is_symlink():
+            raise UsageError(_foreign_lock(path, "a link")) from error
         what = f"the folder for checkpoints cannot be written to: {error.strerror}"
         raise UsageError(explain(what, value=str(path), fix=fix)) from error
+    told = os.fstat(descriptor)
+    if not stat.S_ISREG(told.st_mode) or told.st_nlink != 1 or told.st_size > _MAX_LOCK_BYTES:
+        os.close(descriptor)
+        raise UsageError(_foreign_lock(path, "no file that guozhuang has made"))
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -192,12 +210,22 @@ def hold(path: Path) -> tuple[int | None, str]:
     return (descriptor if has_lock else None), sign
 
 
+def _foreign_lock(path: Path, what: str) -> str:
+    """Return the text of an error: a run would overwrite the lock, and so what somebody else has put in its place."""
+    what = f"{LOCK} in the folder for checkpoints is {what}, so it is not written"
+    return explain(what, value=str(path / LOCK), fix="remove it, or give --checkpoint another folder")
+
+
 def sees(path: Path, sign: str) -> bool:
     """Tell whether a folder is the one that :func:`hold` gave this sign, for a node that may see new files late."""
     for _ in range(_LATE_LOOKS):
         with contextlib.suppress(OSError):
-            if (path / LOCK).read_text() == sign:
-                return True
+            descriptor = os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if os.read(descriptor, _MAX_LOCK_BYTES) == sign.encode():
+                    return True
+            finally:
+                os.close(descriptor)
         time.sleep(_LATE_S / _LATE_LOOKS)
     return False
 
@@ -232,18 +260,22 @@ def manifest_of(checkpoint: Path, step: int | None = None) -> dict[str, Any]:
     try:
         body = json.loads(path.read_bytes())
         own = body.pop("sha256")
-        files = body["files"]
-        names_are_plain = all(_FILE.fullmatch(name) for name in files)
         if own != _own_hash(body):
             raise broken(checkpoint, f"{MANIFEST} does not have the contents that were written")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(checkpoint, f"{MANIFEST} cannot be read: {error}") from error
-    if body["format"] != FORMAT:
-        raise broken(checkpoint, f"its format is {body['format']!r}, and this version reads {FORMAT!r}")
+    if body.get("format") != FORMAT:
+        raise broken(checkpoint, f"its format is {body.get('format')!r}, and this version reads {FORMAT!r}")
+    if found := fault(body, MANIFEST_RECORD, MANIFEST):
+        raise broken(checkpoint, found)
     if body["step"] != step:
         raise broken(checkpoint, f"its name says step {step}, its manifest step {body['step']}")
+    names_are_plain = all(_FILE.fullmatch(name) for name in body["files"])
     if not names_are_plain:
         raise broken(checkpoint, f"{MANIFEST} names files that no checkpoint has")
+    wanted = {"shared", *(f"rank-{rank}" for rank in range(min(body["ranks"], len(body["files"]))))}
+    if parts_of(body) != sorted(wanted):
+        raise broken(checkpoint, f"{MANIFEST} does not list one part for each of {body['ranks']} ranks")
     return dict(body)
 
 
@@ -260,6 +292,8 @@ def read_part(
     if missing:
         raise broken(checkpoint, f"its manifest does not list {' and '.join(missing)}")
     tree = read_json(checkpoint, f"{part}.json", files[f"{part}.json"], afresh=afresh)
+    if found := fault(tree, PART_RECORD, f"{part}.json"):
+        raise broken(checkpoint, found)
     return tree, read_tensors(checkpoint, f"{part}.safetensors", files[f"{part}.safetensors"], afresh=afresh)
 
 

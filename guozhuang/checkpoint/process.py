@@ -27,6 +27,17 @@ def generators() -> dict[str, Any]:
     return found if device is None else {**found, "device": device.get_rng_state()}
 
 
+def check_generators(states: Mapping[str, Any]) -> None:
+    """Raise unless :func:`set_generators` can set these states; new generators take them.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: a state is not that of a generator.
+    """
+    torch.Generator().set_state(states["torch"].clone())
+    random.Random().setstate(states["python"])
+    np.random.RandomState().set_state(states["numpy"])
+
+
 def set_generators(states: Mapping[str, Any]) -> None:
     """Set the generators of this process to the states that :func:`generators` returned."""
     torch.set_rng_state(states["torch"].clone())

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from guozhuang.checkpoint.files import broken
-from guozhuang.checkpoint.folder import CheckpointFolder, hold, is_checkpoint, manifest_of, parts_of, read_part, sees
+from guozhuang.checkpoint.folder import CheckpointFolder, hold, is_checkpoint, sees
+from guozhuang.checkpoint.reading import read
 from guozhuang.checkpoint.saver import Board, Saver
 from guozhuang.checkpoint.schedule import SaveTimes
 from guozhuang.checkpoint.state import Flat, TrainingState, Values, is_stateful, place
@@ -198,7 +198,7 @@ def restore(folder: str | os.PathLike[str]) -> int | None:
     reasons = []
     for step in steps:
         checkpoint = found.of(step)
-        parts, failure = _read(checkpoint)
+        parts, failure = read(checkpoint)
         failures = [text for text in _of_all(failure) if text]
         if failures:
             reasons.append(failures[0])
@@ -229,40 +229,18 @@ def _steps_of_first(folder: CheckpointFolder) -> list[int]:
     return list(theirs)
 
 
-def _read(checkpoint: Path) -> tuple[tuple[Any, Any, Any, dict[str, Any]] | None, str]:
-    """Read and verify what this rank restores, and on rank 0 all of the checkpoint; return it, and why it is not whole.
-
-    It is what all ranks share, this rank's own, rank 0's own, and the manifest.
-    """
-    rank, _ = place()
-    try:
-        manifest = manifest_of(checkpoint)
-        num_saved = int(manifest["ranks"])
-        own_name = f"rank-{rank % num_saved}"
-        read = {name: read_part(checkpoint, manifest, name) for name in dict.fromkeys(("shared", "rank-0", own_name))}
-        for name in parts_of(manifest) if rank == 0 else ():
-            if name not in read:
-                read_part(checkpoint, manifest, name)
-        (first, first_tensors), (own, own_tensors) = read["rank-0"], read[own_name]
-        tensors = own_tensors | {key: first_tensors[theirs] for key, theirs in own["as_rank_0"].items()}
-        shared = Flat(read["shared"][0]["tree"], read["shared"][1]).state
-        return (shared, Flat(own["tree"], tensors).state, Flat(first["tree"], first_tensors).state, manifest), ""
-    except CheckpointError as error:
-        return None, str(error)
-    except (KeyError, ValueError, TypeError, IndexError) as error:
-        return None, str(broken(checkpoint, f"its contents are not those of a checkpoint: {error!r}"))
-
-
 def _apply(checkpoint: Path, shared: Any, own: Any, first: Any, manifest: dict[str, Any]) -> None:
     """Restore a whole checkpoint on all ranks, or on none."""
     state, (rank, _) = _saving.state, place()
-    failure = ""
+    failure, positions = "", [loader.state_dict() for loader in registry.loaders]
     try:
         state.check(shared, own)
     except UsageError as error:
         failure = str(error)
     failures = _of_all(failure)
     if any(failures):
+        for loader, position in zip(registry.loaders, positions, strict=True):
+            loader.load_state_dict(position)
         which = next(i for i, text in enumerate(failures) if text)
         raise UsageError(f"{checkpoint}: {failures[which]}" + ("" if failure else f" (on rank {which})"))
     notes = state.restore(shared, own, first, manifest)

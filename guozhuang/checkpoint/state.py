@@ -23,8 +23,9 @@ from torch import Tensor
 
 from guozhuang.checkpoint import trained as of_trained
 from guozhuang.checkpoint.process import generators, machine, set_generators
+from guozhuang.checkpoint.schema import state_fault
 from guozhuang.checkpoint.tree import copied, flatten, unflatten
-from guozhuang.errors import UsageError, explain
+from guozhuang.errors import CheckpointError, UsageError, explain
 from guozhuang.groups.agreement import agree
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.registry import Stateful, registry
@@ -320,6 +321,7 @@ class TrainingState(Stateful):
         """Restore what :meth:`state_dict` returned on this rank. Every rank must call it, with the saved number of ranks.
 
         Raises:
+            CheckpointError: it is not what :meth:`state_dict` returned; the text names the entry that differs.
             UsageError: another model, optimizer or dataset was saved, or this rank's own state is missing.
         """
         from safetensors.torch import load
@@ -336,6 +338,8 @@ class TrainingState(Stateful):
             length = int.from_bytes(text[:8], "little")
             tree = json.loads(json.loads(text[8 : 8 + length])["__metadata__"]["tree"])
             parts.append(Flat(tree, {**tensors, **{k: v.clone() for k, v in more.items()}}).state)
+        if found := state_fault(*parts):
+            raise CheckpointError(explain(f"the state is not one that can be restored: {found}", rank=rank))
         self.check(*parts)
         first = [parts[1]]
         if place()[1] > 1:

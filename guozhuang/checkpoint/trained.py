@@ -152,6 +152,10 @@ def check(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any]) -
     ):
         _compare(what, *({name: t for name, t in dict(some).items() if name not in free} for some in (mine, theirs)))
     state = own.get("optimizer") or shared["optimizer"]
+    kind = _kind_of(trained.optimizer)
+    if state.get("class", kind) != kind:
+        what = f"the checkpoint holds the state of {state['class']}, and the optimizer here is {kind}"
+        raise UsageError(explain(what, fix=f"make the optimizer as in the saved run, by {state['class']}"))
     groups = _names(trained.module, trained.optimizer)
     if [sorted(names) for names in groups] != [sorted(names) for names in state["names"]]:
         what = "the optimizer's groups hold other parameters than when the checkpoint was saved"
@@ -326,7 +330,13 @@ def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
     groups = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
     rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
-    return {"names": names, "state": state, "groups": groups, "rest": rest}
+    return {"class": _kind_of(optimizer), "names": names, "state": state, "groups": groups, "rest": rest}
+
+
+def _kind_of(optimizer: Any) -> str:
+    """Return the name of the class of the script's own optimizer, which a strategy may have put another one around."""
+    inner = getattr(optimizer, "inner", None)
+    return type(inner if isinstance(inner, Optimizer) else optimizer).__name__
 
 
 def _load_optimizer(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

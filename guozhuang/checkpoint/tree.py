@@ -85,7 +85,7 @@ def unflatten(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the state that :func:`flatten` converted; its tensors are those of ``tensors``.
 
     Raises:
-        KeyError, TypeError, ValueError: the JSON is not of :func:`flatten`, or tensors are missing.
+        KeyError, TypeError, ValueError, RuntimeError: the JSON is not of :func:`flatten`, or tensors are missing.
     """
     if isinstance(node, list):
         return [unflatten(each, tensors) for each in node]

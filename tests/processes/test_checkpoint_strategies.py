@@ -46,10 +46,11 @@ def train(pair: Any, name: str, rank: int) -> None:
 
 
 def fits(name: str, size: int) -> bool:
-    strategy = STRATEGIES[name]
-    if strategy.one_process or name in ("torch-pipeline", "torch-tensor"):
-        return strategy.one_process == (size == 1)
-    return size < 3 or name not in ("sequence", "tensor", HYBRID)  # which divide the 4 heads
+    if STRATEGIES[name].one_process:
+        return size == 1
+    least = 2 if name in ("torch-pipeline", "torch-tensor") else 1
+    most = 2 if name in ("sequence", "tensor", "torch-tensor", HYBRID) else 3  # which divide the 4 heads
+    return least <= size <= most
 
 
 def saves(rank: int, size: int, names: tuple[str, ...], folder: str) -> None:

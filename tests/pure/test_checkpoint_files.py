@@ -34,6 +34,8 @@ TENSORS = {
     "shared/n": torch.tensor(7),
 }
 
+ABOUT: dict[str, Any] = {"ranks": 1, "strategies": [], "machine": {}}
+
 
 # ---- nested states --------------------------------------------------------------------------------------------------------
 
@@ -100,7 +102,7 @@ def save(place: CheckpointFolder, step: int, keep: int | None = None, **options:
     one = Saver(place, Board(None, 0, 1), keep, **options)
     tensors = {key: tensor + step for key, tensor in TENSORS.items()}
     own = Flat.of({"value": step}, "rank-0")
-    one.start(step, Flat({"step": step, "trained": [], "w": {"$tensor": "shared/w"}}, tensors), own, True, {"ranks": 1})
+    one.start(step, Flat({"step": step, "trained": [], "w": {"$tensor": "shared/w"}}, tensors), own, True, ABOUT)
     one.wait()
     return one.outcome()
 
@@ -380,7 +382,7 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(saver, "LIMIT_S", 0.1)
     store = torch.distributed.HashStore()
     one = Saver(CheckpointFolder(tmp_path), Board(store, 0, 2), None)
-    one.start(1, Flat({"trained": []}, {}), Flat({}, {}), True, {"ranks": 2})
+    one.start(1, Flat({"trained": []}, {}), Flat({}, {}), True, {**ABOUT, "ranks": 2})
     one.wait()
     assert "rank 1 did not answer within 0.1 s" in one.outcome() and not os.listdir(tmp_path)
 
@@ -393,7 +395,7 @@ def test_equal_tensors_of_ranks_are_written_once(tmp_path) -> None:
         own = Flat.of(
             {"same": torch.ones(1000), "mine": torch.full((10,), float(rank)), "shaped": shaped}, f"rank-{rank}"
         )
-        one.start(3, Flat.of({"trained": [], "w": torch.ones(5)}, "shared"), own, True, {"ranks": 2})
+        one.start(3, Flat.of({"trained": [], "w": torch.ones(5)}, "shared"), own, True, {**ABOUT, "ranks": 2})
     for one in savers:
         one.wait()
         assert one.outcome() == ""
@@ -416,7 +418,7 @@ def test_a_step_that_comes_again_is_saved_again(tmp_path) -> None:
         asked.clear()
         for one in reversed(savers):  # rank 1 begins, and must wait for what rank 0 tells of this save
             shared = Flat.of({"trained": [], "w": torch.full((5,), value)}, "shared")
-            one.start(3, shared, Flat.of({}, f"rank-{one.board.rank}"), True, {"ranks": 2})
+            one.start(3, shared, Flat.of({}, f"rank-{one.board.rank}"), True, {**ABOUT, "ranks": 2})
             assert asked.wait(LIMIT_S)
         for one in savers:
             one.wait()

@@ -1,0 +1,61 @@
+"""Reads a checkpoint for one rank: all of it, or why it cannot be used, before anything of the training is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from guozhuang.checkpoint.files import broken
+from guozhuang.checkpoint.folder import manifest_of, parts_of, read_part
+from guozhuang.checkpoint.process import check_generators
+from guozhuang.checkpoint.schema import state_fault
+from guozhuang.checkpoint.state import Flat, place
+from guozhuang.errors import CheckpointError
+
+
+class Read(NamedTuple):
+    """What a rank restores.
+
+    Attributes:
+        shared: what all ranks share.
+        own: what is this rank's own.
+        first: what is rank 0's own.
+        manifest: about the saved run.
+    """
+
+    shared: Any
+    own: Any
+    first: Any
+    manifest: dict[str, Any]
+
+
+def read(checkpoint: Path) -> tuple[Read | None, str]:
+    """Read and verify what this rank restores, and on rank 0 all of the checkpoint; return it, or why it is not whole."""
+    rank, _ = place()
+    try:
+        manifest = manifest_of(checkpoint)
+        names = dict.fromkeys(("shared", "rank-0", f"rank-{rank % manifest['ranks']}"))
+        parts = {name: read_part(checkpoint, manifest, name) for name in names}
+        shared = Flat(parts["shared"][0]["tree"], parts["shared"][1]).state
+        states = {name: own_state(*part, parts["rank-0"][1]) for name, part in parts.items() if name != "shared"}
+        for name in parts_of(manifest) if rank == 0 else ():
+            if name not in parts:
+                states[name] = own_state(*read_part(checkpoint, manifest, name), parts["rank-0"][1])
+        for name, own in states.items():
+            if found := state_fault(shared, own):
+                return None, str(broken(checkpoint, f"in {name}, {found}"))
+            check_generators(own["generators"])
+        if len(manifest["strategies"]) != len(shared["trained"]):
+            return None, str(broken(checkpoint, "its manifest names strategies of another number of models"))
+        return Read(shared, states[f"rank-{rank % manifest['ranks']}"], states["rank-0"], manifest), ""
+    except CheckpointError as error:
+        return None, str(error)
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        return None, str(broken(checkpoint, f"its contents are not those of a checkpoint: {error!r}"))
+
+
+def own_state(body: Any, tensors: dict[str, Tensor], of_first: dict[str, Tensor]) -> Any:
+    """Return what is one rank's own, of which tensors that equal rank 0's are saved with that one."""
+    return Flat(body["tree"], tensors | {key: of_first[theirs] for key, theirs in body["as_rank_0"].items()}).state
