@@ -323,7 +323,7 @@ def _on_pause() -> None:
         board = saver.board
         if rank == 0:
             board.post(f"go/{schedule.num_steps}", schedule.is_last or not saver.is_busy)
-        if board.read(f"go/{schedule.num_steps}", _limit_s(), "rank 0"):
+        if board.read(f"go/{schedule.num_steps}", _limit_s(), 0):
             saver.wait()
             schedule.saved()
             _start(saver)

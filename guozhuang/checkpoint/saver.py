@@ -31,11 +31,13 @@ from guozhuang.checkpoint.state import Flat
 from guozhuang.errors import CheckpointError, MismatchError, explain
 from guozhuang.groups.serial import SerialThread, SerialWork
 from guozhuang.net.client import look_s
+from guozhuang.net.ended import ended_with_0
 from guozhuang.units import listed
 from guozhuang.units import size as shown_size
 
 # The longest wait of one rank for the files of another one: a disk of 1 MB/s takes so long for 1.8 GB.
 LIMIT_S = 1800.0
+_LOOK_S = 0.5  # seconds between two looks whether the rank that is waited for has ended
 _MAX_NAMED = 5
 _log = logging.getLogger("guozhuang")
 
@@ -61,18 +63,24 @@ class Board:
         else:
             self._store.set(name, text)
 
-    def read(self, name: str, limit_s: float, who: str) -> Any:
+    def read(self, name: str, limit_s: float, peer: int) -> Any:
         """Wait for a value.
 
         Raises:
-            CheckpointError: nobody posted it within ``limit_s`` seconds; the text names ``who`` was waited for.
+            CheckpointError: rank ``peer`` did not post it within ``limit_s`` seconds, or it has ended with exit code 0.
         """
-        began = time.monotonic()
+        began, next_look_s = time.monotonic(), _LOOK_S
         while not self._is_posted(name):
             waited_s = time.monotonic() - began
             if waited_s > limit_s:
-                what = f"{who} did not answer within {limit_s:g} s while a checkpoint was saved"
+                what = f"rank {peer} did not answer within {limit_s:g} s while a checkpoint was saved"
                 raise CheckpointError(explain(what, value=name, rank=self.rank, fix="look at that rank's disk and log"))
+            if waited_s >= next_look_s and self._store is not None:
+                next_look_s = waited_s + _LOOK_S
+                if peer in ended_with_0(self._store) and not self._is_posted(name):  # posted before it ended
+                    what = f"rank {peer} ended with exit code 0, and others save a checkpoint"
+                    fix = "let every rank call gz.save, or train, equally often"
+                    raise CheckpointError(explain(what, value=name, rank=self.rank, fix=fix))
             time.sleep(look_s(waited_s, self.size))
         return json.loads(self._own[name] if self._store is None else self._store.get(name))
 
@@ -267,7 +275,7 @@ class Saver:
                 failure = _why(error)
         differ = []
         for rank in range(1, board.size):
-            told = board.read(f"{save.number}/written/{rank}", LIMIT_S, f"rank {rank}")
+            told = board.read(f"{save.number}/written/{rank}", LIMIT_S, rank)
             if told["failure"]:
                 failure = failure or f"rank {rank}: {told['failure']}"
             if told["differ"]:
@@ -291,7 +299,7 @@ class Saver:
             digests = _digests(snapshot)  # while rank 0 hashes its own
         except Exception as error:
             told["failure"] = _why(error)
-        theirs = board.read(f"{save.number}/hashes", LIMIT_S, "rank 0")
+        theirs = board.read(f"{save.number}/hashes", LIMIT_S, 0)
         if not theirs["failure"] and not told["failure"]:
             try:
                 known = theirs["digests"]
@@ -303,7 +311,7 @@ class Saver:
             except Exception as error:
                 told["failure"] = _why(error)
         board.post(f"{save.number}/written/{board.rank}", told)
-        outcome = board.read(f"{save.number}/outcome", 2 * LIMIT_S, "rank 0")
+        outcome = board.read(f"{save.number}/outcome", 2 * LIMIT_S, 0)
         save.failure, save.differ = outcome["failure"], outcome["differ"]
 
     def _write_own(

@@ -77,7 +77,7 @@ class SaveTimes:
         elif self._board.rank == 0:
             told = self._posted
         else:
-            told = self._board.read(f"check/{self.num_steps}", self._limit_s, "rank 0")
+            told = self._board.read(f"check/{self.num_steps}", self._limit_s, 0)
         self._check, self.is_last = told["next"], told["end"]
         if self._board.rank == 0:
             self._decide(told["next"])

@@ -2,7 +2,8 @@
 
 [Note: who will not come] A rank that failed writes a card that says so. A rank whose process ended writes nothing; but its
 card of an earlier roll call (of this group or its parent) names its process (pid and start time, since pids are reused), and
-this node's /proc shows whether that runs. For a rank on another node, or without an earlier card, only the time-out shows it.
+this node's /proc shows whether that runs. A launcher tells which ranks have ended with 0 (net/ended.py), by their numbers in
+the world, so it is asked where a group holds all of them. Else only the time-out shows it.
 
 [Note: what waiting costs the store] Ranks may wait for minutes while one saves, and one process serves them all. So a rank
 polls one key, less often where there are many ranks: only rank 0 asks whether all cards are there, and writes them all under
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import PeerLost, WorldError, explain
 from guozhuang.net.client import look_s
+from guozhuang.net.ended import ended_with_0
 from guozhuang.watch.processes import Process
 
 _FAILED: Final = "failed: "
@@ -68,7 +70,7 @@ def call(
         fix: advice about ranks that are late.
 
     Raises:
-        PeerLost: a rank ended before it wrote its card.
+        PeerLost: a rank ended before it wrote its card, also with exit code 0.
         WorldError: ranks did not join in time (the text names them), one reported a failure, or the store went away.
     """
     keys, everybody = [f"{topic}/{peer}" for peer in range(size)], f"{topic}/all"
@@ -86,6 +88,7 @@ def call(
                 has_seen_all = missing == []
                 if not has_seen_all:
                     _raise_for_failed(store, topic, rank, missing or [], ended)
+                    _raise_for_left(store, keys, rank, missing or [], purpose)
                     look(missing or [], waited_s)
                 if missing and is_over:
                     what = f"timed out: {named(missing)} did not come within {timeout_s:g} s {purpose}"
@@ -180,6 +183,17 @@ def _raise_for_failed(
     if store.check([f"{topic}/failed"]):
         peer = int(store.get(f"{topic}/failed"))
         _well(store.get(f"{topic}/{peer}").decode(), peer, rank)
+
+
+def _raise_for_left(store: dist.Store, keys: list[str], rank: int, missing: list[int], purpose: str) -> None:
+    """Raise if a missing rank's launcher told that it has ended with 0. See [Note: who will not come]."""
+    if not missing or not dist.is_initialized() or dist.get_world_size() != len(keys):
+        return
+    for peer in ended_with_0(store):
+        if peer in missing and not store.check([keys[peer]]):  # it may have come after it was missed, and ended
+            what = f"rank {peer} ended with exit code 0 before it came {purpose}"
+            fix = "let every rank reach this point: look for an exit or a return on some ranks only"
+            raise PeerLost(explain(what, rank=rank, fix=fix), rank=peer, pid=None, waiting_in=purpose)
 
 
 def _well(card: str, peer: int, rank: int) -> str:

@@ -17,6 +17,7 @@ from guozhuang.net import client, interfaces, search
 from guozhuang.net import store as stores
 from guozhuang.net.client import PatientStore
 from guozhuang.net.door import Door, Passage, pass_through, passage_from
+from guozhuang.net.ended import ended_with_0
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.watch.processes import node_identity
 
@@ -26,8 +27,7 @@ _GRACE_S = _AFTER_VERDICT_S + 1.0  # seconds that an answer of the store may tak
 _MOST_NAMED = 16
 _LOOPBACK_KEY = "guozhuang/loopback address"
 _CPUS = "cpus"  # stands among the settings in the text of a card, but is compared by nobody
-_ENDED_KEY = "guozhuang/ended ranks"  # the ranks that launchers saw end with 0, each followed by a space
-_LOOK_S = 0.5  # seconds between two reads of it by a waiting rank
+_LOOK_S = 0.5  # seconds between two looks of a waiting rank for ranks that have ended
 _LOOKS_PER_S = 1000  # of all ranks together, at most
 _log = logging.getLogger("guozhuang")
 
@@ -250,16 +250,6 @@ def keep_behind_door(listener: socket.socket, secret: bytes, host: str, timeout_
     return WorldStore(store, host, (Door(listener, port, secret),), port=outer_port, local=(interfaces.LOOPBACK, port))
 
 
-def tell_ended(store: dist.Store | PatientStore, rank: int) -> None:
-    """Tell ranks that wait in a roll call that the process of a rank has ended with 0; launchers call it.
-
-    Args:
-        store: the store of the world, without a prefix.
-        rank: the rank that has ended.
-    """
-    store.append(_ENDED_KEY, f"{rank} ")  # type: ignore[union-attr]
-
-
 def claim(store: PatientStore, rank: int, size: int) -> None:
     """Register this rank's number in the store, where no other process may use it again; every rank must call once.
 
@@ -298,7 +288,7 @@ def roll_call(
     Raises:
         UsageError: two processes claim the same rank, or were told different numbers of ranks.
         WorldError: a rank did not join within ``timeout_s`` (the text names the missing ranks), or its launcher told that it
-            ended before (``tell_ended``), or the process that keeps the store is gone or does not answer. Every rank that
+            ended before (``net.ended``), or the process that keeps the store is gone or does not answer. Every rank that
             waits raises.
     """
     call = _RollCall(store, rank, size, timeout_s, RankCard(node_identity(), note, settings or {}, cpus))
@@ -354,9 +344,7 @@ class _RollCall:
 
     def _raise_if_ended(self) -> None:
         """Raise if the launcher told that a missing rank has ended; it ends the other ranks itself unless that was with 0."""
-        told = self._root.read(_ENDED_KEY)
-        ended = sorted({int(text) for text in told.split()}) if told else []
-        if missing := _missing(self._store, ended):
+        if missing := _missing(self._store, ended_with_0(self._root)):
             noun, names = "ranks" if len(missing) > 1 else "rank", ", ".join(map(str, missing[:_MOST_NAMED]))
             what = f"{noun} {names} of {self._size} ended with exit code 0 before the world began"
             fix = "look for an early return or exit in the script: every rank must call gz.init()"

@@ -26,6 +26,7 @@ from guozhuang.checkpoint.saver import Board, Saver
 from guozhuang.checkpoint.state import Flat
 from guozhuang.checkpoint.tree import flatten, unflatten
 from guozhuang.errors import CheckpointError, UsageError
+from guozhuang.net.ended import tell_ended
 from tests.waiting import LIMIT_S
 
 TENSORS = {
@@ -385,6 +386,15 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path, monkeypatch) -> None:
     one.start(1, Flat({"trained": []}, {}), Flat({}, {}), True, {**ABOUT, "ranks": 2})
     one.wait()
     assert "rank 1 did not answer within 0.1 s" in one.outcome() and not os.listdir(tmp_path)
+
+
+def test_a_rank_that_ended_with_0_is_not_waited_for(tmp_path) -> None:
+    store = torch.distributed.HashStore()
+    tell_ended(store, 1)  # as its launcher does
+    one = Saver(CheckpointFolder(tmp_path), Board(torch.distributed.PrefixStore("saves", store), 0, 2), None)
+    one.start(1, Flat({"trained": []}, {}), Flat({}, {}), True, {**ABOUT, "ranks": 2})
+    one.wait()
+    assert "rank 1 ended with exit code 0" in one.outcome() and not os.listdir(tmp_path)
 
 
 def test_equal_tensors_of_ranks_are_written_once(tmp_path) -> None:

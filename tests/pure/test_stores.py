@@ -28,7 +28,8 @@ from guozhuang.net import client, interfaces
 from guozhuang.net import meet as rendezvous
 from guozhuang.net import meeting_point as ports
 from guozhuang.net import store as stores
-from guozhuang.net.meet import RankCard, open_store, roll_call, tell_ended
+from guozhuang.net.ended import ended_with_0, forget_ended, tell_ended
+from guozhuang.net.meet import RankCard, open_store, roll_call
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.watch.processes import node_identity
 from guozhuang.world import torchrun
@@ -496,3 +497,14 @@ def test_agents_that_have_met_leave_no_note(tmp_path: Path) -> None:
     finally:
         for each in agents:
             each.close()
+
+
+def test_ranks_that_ended_are_told_until_they_are_forgotten() -> None:
+    store = dist.HashStore()
+    part = dist.PrefixStore("a", dist.PrefixStore("b", store))
+    assert ended_with_0(part) == []
+    for rank in (3, 1, 3):
+        tell_ended(store, rank)
+    assert ended_with_0(part) == [1, 3]
+    forget_ended(store)
+    assert ended_with_0(part) == []

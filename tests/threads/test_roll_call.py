@@ -13,6 +13,10 @@ import torch.distributed as dist
 
 from guozhuang.errors import PeerLost, WorldError
 from guozhuang.groups import roll_call
+from guozhuang.groups.agreement import agree, store_of
+from guozhuang.net.ended import tell_ended
+from guozhuang.net.store import innermost
+from tests.threads.ranks import run_threads
 from tests.waiting import LIMIT_S, NEVER_S, until
 
 SIZE, LATE = 128, tuple(range(0, 128, 2))
@@ -128,3 +132,19 @@ def test_who_waits_among_many_learns_of_one_that_will_not_come(
         assert type(error) is kind
         with pytest.raises(kind, match=text):
             raise error
+
+
+def without_the_last(rank: int, size: int) -> str:
+    if rank == size - 1:
+        tell_ended(innermost(store_of(dist.group.WORLD)), rank)  # as its launcher does
+        return ""
+    with pytest.raises(PeerLost) as caught:
+        agree(dist.group.WORLD, "the strategy", ["ddp"], NEVER_S, "")
+    return str(caught.value)
+
+
+def test_a_rank_that_ended_with_0_is_named_by_all_that_wait() -> None:
+    for rank, text in enumerate(run_threads(without_the_last, 3)[:2]):
+        assert text.startswith(f"[rank {rank}] rank 2 ended with exit code 0 before it came to compare the strategy"), (
+            text
+        )

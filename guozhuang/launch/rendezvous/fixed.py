@@ -26,8 +26,9 @@ from guozhuang.launch.rendezvous.members import Members, nodes
 from guozhuang.net import end_request, interfaces
 from guozhuang.net import store as stores
 from guozhuang.net.client import Client, PatientStore
+from guozhuang.net.ended import forget_ended, tell_ended
 from guozhuang.net.interfaces import LOOPBACK
-from guozhuang.net.meet import WorldStore, join, keep, tell_ended
+from guozhuang.net.meet import WorldStore, join, keep
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.watch.processes import ENDED_BY_SIGTERM
 
@@ -229,6 +230,8 @@ class FixedRendezvous:
             self._kept.remove_note()
             if self._round > 1:
                 self._forget(meeting)
+                if self._node_rank == 0:
+                    forget_ended(self._kept.store)
         except dist.DistNetworkError as error:
             raise OtherNodeError(self._others.who_is_gone()) from error
         assert self._node_rank is not None
