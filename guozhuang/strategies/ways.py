@@ -191,6 +191,11 @@ class Lazy:
         options = {key: arg() if isinstance(arg, Lazy) else arg for key, arg in self._options.items()}
         return found(*first, *args, **options)
 
+    def uses(self, module: str) -> bool:
+        """Return whether the call, or one among its arguments, is of a module of the package."""
+        inside = (each for each in (*self._args, *self._options.values()) if isinstance(each, Lazy))
+        return self._path.partition(":")[0] == module or any(each.uses(module) for each in inside)
+
 
 @dataclass(frozen=True)
 class WithExchange:

@@ -129,6 +129,8 @@ def _sizes(text: str) -> dict[str, int | None]:
             what = "the size of a layout's axis is a number of ranks, or auto"
             raise UsageError(explain(what, value=part, fix=_FORM))
         sizes[axis] = None if size == "auto" else int(size)
+    if text.strip() and not sizes:
+        raise UsageError(explain("a layout names at least one axis", value=text, fix=_FORM))
     if list(sizes.values()).count(None) > 1:
         what = "a layout leaves the size of one axis open at most"
         raise UsageError(explain(what, value=text, fix="write auto once"))
@@ -138,7 +140,8 @@ def _sizes(text: str) -> dict[str, int | None]:
 def _does_not_fit(sizes: dict[str, int | None], strategy: str, num_ranks: int) -> str:
     asked = ",".join(f"{axis}={'auto' if size is None else size}" for axis, size in sizes.items())
     known = math.prod(size for size in sizes.values() if size is not None)
-    what = f"the layout of strategy {strategy} does not fit the world of {num_ranks} ranks"
+    of_strategy = f" of strategy {strategy}" if strategy else ""  # the script may name it
+    what = f"the layout{of_strategy} does not fit the world of {num_ranks} ranks"
     if None in sizes.values():
         fix = f"start a multiple of {known} ranks, or name sizes whose product divides {num_ranks}"
     elif num_ranks % known == 0 and "dp" not in sizes:

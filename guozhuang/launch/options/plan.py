@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.job import Policy
-from guozhuang.launch.options import nodes, plan_file, script
+from guozhuang.launch.options import effects, nodes, plan_file, script
 from guozhuang.launch.options import torchrun as torchrun_options
 from guozhuang.launch.options.torchrun import RENDEZVOUS_DEFAULTS
 from guozhuang.net import interfaces
@@ -81,11 +81,12 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
         WorldError: no network leads to the address of the other nodes.
     """
     chosen: list[str] = []
+    effects.take_variables(found, environ)
     script.check(found, environ)
     if found.training_script.startswith("-") and not (found.module or found.no_python):
         # Python would take a script whose name begins with "-" for an option.
         found.training_script = os.path.join(os.curdir, found.training_script)
-    found.nproc_per_node = found.num_ranks or found.nproc_per_node
+    found.nproc_per_node = found.nproc_per_node if found.num_ranks is None else found.num_ranks
     if found.nproc_per_node is None:
         found.nproc_per_node, why = _default_ranks()
         chosen.append(f"{found.nproc_per_node} ranks per node ({why})")
@@ -100,6 +101,7 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     least_nodes, most_nodes = torchrun_options.settle_nodes(found)
     plan_file.check_nodes(found, least_nodes, most_nodes)
     torchrun_options.check(found, environ, num_local_ranks, most_nodes)
+    effects.check(found, num_local_ranks, most_nodes)
     is_torchruns = torchrun_options.is_torchruns(found, most_nodes)
     _check_servers(found.servers, least_nodes, most_nodes, found.rdzv_backend if is_torchruns else "")
     if found.standalone or (not names_nodes and most_nodes == 1):
