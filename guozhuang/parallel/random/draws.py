@@ -220,6 +220,7 @@ class Draws:
             with self._watch.looking() if self._is_looking else contextlib.nullcontext():
                 yield
         finally:
+            self._watch.end()
             self._watch.is_forward, self._microbatch = False, None
         if self._is_looking:
             self._is_settled[is_training] = self._watch.num_found == num_before

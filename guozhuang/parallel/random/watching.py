@@ -37,6 +37,7 @@ class Watch:
         self.is_forward = False
         self._mode = mode
         self._is_entered = False
+        self._entered: list[tuple[nn.Module, contextlib.ExitStack]] = []
         self._hooked: set[nn.Module] = set()
         # Modules that were seen to draw though no probability of theirs told.
         self._draw_untold: set[nn.Module] = set()
@@ -46,9 +47,22 @@ class Watch:
 
     def begin(self) -> None:
         """Begin a forward: have hooks on the modules that may draw in it. A module that never does costs no time for them."""
+        self._leave(None)  # of a look at the model, in which not all hooks are called
         for module in self.modules:
             if module not in self._hooked and self._draws(module):
                 self._hook(module)
+
+    def end(self) -> None:
+        """End a forward: leave what was entered, also where no hook was called, as in a stage whose forward ends early."""
+        self._leave(None)
+
+    def _leave(self, module: nn.Module | None) -> None:
+        """Leave what was entered since a module was; everything, for None."""
+        while self._entered:
+            left, stack = self._entered.pop()
+            stack.close()
+            if left is module:
+                return
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
@@ -71,14 +85,12 @@ class Watch:
     def _hook(self, module: nn.Module) -> None:
         """Watch a module from its next call on."""
         self._hooked.add(module)
-        entered: list[contextlib.ExitStack | None] = []
 
         def before(called: nn.Module, args: Any) -> None:
-            if not self._draws(module):
-                entered.append(None)
-                return
             stack = contextlib.ExitStack()
-            entered.append(stack)
+            self._entered.append((module, stack))
+            if not self._draws(module):
+                return
             if self.is_forward:
                 self.modules[module] = declared()
                 stack.enter_context(self.looking())
@@ -88,9 +100,8 @@ class Watch:
                 stack.enter_context(self.looking())
 
         def after(called: nn.Module, args: Any, output: Any) -> None:
-            stack = entered.pop() if entered else None  # none if it got its hooks in this very call
-            if stack is not None:
-                stack.close()
+            if any(each is module for each, _ in self._entered):  # unless it got its hooks in this very call
+                self._leave(module)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
