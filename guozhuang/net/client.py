@@ -39,6 +39,8 @@ _LOOKS_PER_S = 2000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 _KEY_S = 300.0  # torch's default for waiting until another process sets a key
 _log = logging.getLogger("guozhuang")
+# Its own, because the script may have seeded that of the module, and count on what it draws.
+_jitter = random.Random()
 _T = TypeVar("_T")
 
 
@@ -189,7 +191,7 @@ def tries(deadline: float, over: threading.Event | None = None) -> Iterator[floa
     while True:
         yield max(deadline - time.monotonic(), 0.001)
         left_s = deadline - time.monotonic()
-        if left_s <= 0 or over.wait(min(left_s, pause_s * random.uniform(0.7, 1.3))):
+        if left_s <= 0 or over.wait(min(left_s, pause_s * _jitter.uniform(0.7, 1.3))):
             return
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
