@@ -18,6 +18,7 @@ from __future__ import annotations
 import datetime
 import logging
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -139,16 +140,13 @@ class StageTransfers:
         while True:
             try:
                 self._go_on()
-                work.wait(datetime.timedelta(seconds=LOOK_S))
-                break
+                if _ended_within(work, datetime.timedelta(seconds=LOOK_S)):
+                    break
             except Exception as error:
-                if work.is_completed():
-                    del (
-                        work,
-                        found,
-                    )  # the error's traceback keeps this frame, and so would keep the work that keeps the error
-                    raise self._failed("receive", message, peer, why, error) from error
-                self._look(peer, message, why)
+                # The error's traceback keeps this frame, and so would keep the work that keeps the error.
+                del work, found
+                raise self._failed("receive", message, peer, why, error) from error
+            self._look(peer, message, why)
         tensors = found.pop()
         for tensor in tensors:
             if tensor is not None and tensor.device.type != "cpu":
@@ -350,27 +348,47 @@ class _PolledReceive:
         return self._steps is None
 
     def wait(self, limit: datetime.timedelta) -> None:
-        """Wait until the message has arrived; raise the error of its receive, or that of one wait that took too long."""
+        """Wait at most ``limit`` until the message has arrived; raise the error of its receive, or that it did not come yet."""
+        deadline = time.monotonic() + limit.total_seconds()
         while not self.is_completed():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise WorldError(explain(f"timed out: the message did not come within {limit.total_seconds():g} s"))
             first = self
             while first._before is not None:
                 first = first._before
-            first._step(limit)
+            first._step(datetime.timedelta(seconds=max(left_s, 0.001)))
         if self._error is not None:
             raise self._error
 
     def _step(self, limit: datetime.timedelta | None) -> None:
         assert self._steps is not None
         try:
-            if self._work is not None:
-                self._work.wait(*(() if limit is None else (limit,)))
+            if self._work is not None and not _ended_within(self._work, limit):
+                return
             self._work = next(self._steps)
         except StopIteration:
             self._steps = self._work = None
         except Exception as error:
-            if self._work is not None and not self._work.is_completed():
-                raise
             self._error, self._steps, self._work = error, None, None
+
+
+def _ended_within(work: dist.Work | SerialWork | _PolledReceive, limit: datetime.timedelta | None) -> bool:
+    """Wait, and return whether a work has ended. Its own error is raised, and not that of a wait that ended just before it did.
+
+    Args:
+        work: of a group whose works tell whether they have ended.
+        limit: the longest wait; None: only the limit of the work itself.
+    """
+    try:
+        work.wait(*(() if limit is None else (limit,)))
+    except Exception:
+        if limit is None:
+            raise
+        if not work.is_completed():
+            return False
+        work.wait(limit)  # returns at once
+    return True
 
 
 def _wait_for_all(steps: Iterator[dist.Work]) -> None:
