@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .script.reduce import reduce
     from .script.tracking import Tracker
     from .sharding import clip_grad_norm_
+    from .sharding.averaged import averaged_gradients
 
 __all__ = [
     "DataParallel",
@@ -41,6 +42,7 @@ __all__ = [
     "TrainingState",
     "World",
     "accumulate",
+    "averaged_gradients",
     "clip_grad_norm_",
     "compare",
     "epochs",
@@ -63,6 +65,7 @@ _LATER = {
     "Tracker": "script.tracking",
     "TrainingState": "checkpoint",
     "accumulate": "script.accumulate",
+    "averaged_gradients": "sharding.averaged",
     "clip_grad_norm_": "sharding",
     "compare": "comparison",
     "epochs": "checkpoint",

@@ -30,6 +30,7 @@ NAMES = {
     "TrainingState",
     "World",
     "accumulate",
+    "averaged_gradients",
     "clip_grad_norm_",
     "compare",
     "epochs",

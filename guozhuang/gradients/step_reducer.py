@@ -138,8 +138,7 @@ class StepReducer:
 
     def _end_of_backward(self) -> None:
         self._now.has_callback = False
-        if self._sends_early and not self._now.has_agreed:
-            self._start_rest()
+        self.send_rest()
 
     def _settle(self, index: int) -> None:
         """Put a parameter's gradient into its bucket, zeros if it has none, and make ``p.grad`` the bucket's view of it."""
@@ -181,6 +180,11 @@ class StepReducer:
                 if seen is not None and seen != self._views.handed.version(index):
                     self._now.is_calm = False
             self._start_next()
+
+    def send_rest(self) -> None:
+        """Send what other ranks have sent early, or will: then another collective of this group can follow on every rank."""
+        if self._sends_early and not self._now.has_agreed:
+            self._start_rest()
 
     # ---- These methods run at the optimizer step. -----------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,14 @@ from torch import Tensor, nn
 
 from ..errors import UsageError, explain
 from ..gradients.buckets import view_in
-from ..gradients.step_reducer import StepReducer
+from ..gradients.step_reducer import StepReducer, check_gradient
+from ..gradients.unused import UsedAnywhere
 from ..registry import registry
+from .changes import SeenGradients
 from .parts import Block, BucketLayout
+
+#: Bytes of gradients that one all-reduce of :meth:`Carrier.average` takes together.
+AVERAGED_BYTES: Final = 32 << 20
 
 
 class Carrier(ABC):
@@ -42,12 +47,14 @@ class Carrier(ABC):
             has the parameter's shape if the block is whole; else it is 1-dimensional, padding included (its values and
             gradients stay zeros).
         is_collected: whether ``collect`` was called, and neither ``publish`` nor ``skip`` after it.
+        is_averaged: whether ``average`` was called, and no backward after it: ``p.grad`` is the mean, or what was made of it.
         averages: whether it averages gradients. If not, ``p.grad`` holds averages, and no :class:`Arrival` is registered.
         exchanging: the reducer, if the user has chosen the exchange of gradients; its state belongs to a checkpoint.
     """
 
     exchanging: StepReducer | None = None
     averages = True
+    _alive: ClassVar[weakref.WeakSet[Carrier]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -62,14 +69,22 @@ class Carrier(ABC):
         self._flats, self._rank, self._size = flats, group.rank(), group.size()
         self._separate: frozenset[int] = frozenset()
         self._unused: frozenset[int] = frozenset()  # parameters without a gradient on any rank in this step
-        self._is_open = self.is_collected = self._came_late = False
+        self._is_open = self.is_collected = self.is_averaged = self._came_late = False
         self._kept: list[Tensor | None] = []  # each parameter's ``grad`` at the time of ``collect``
+        self._seen = SeenGradients(names, parameters, self._rank)
         self._make_blocks()
         if self.averages:
             registry.weight.listen(self._keep_weighted)
         self._handles: list[Any] = [
             p.register_post_accumulate_grad_hook(Arrival(self, i)) for i, p in enumerate(parameters) if self.averages
         ]
+        if self.averages and self._size > 1:
+            self._alive.add(self)
+
+    @classmethod
+    def alive(cls) -> list[Carrier]:
+        """Return the carriers of several ranks that were not closed."""
+        return list(cls._alive)
 
     # ---- methods that the sharded optimizer calls in a step -------------------------------------------------------------
 
@@ -91,10 +106,49 @@ class Carrier(ABC):
                 pass
             self._kept = [p.grad for p in self.parameters]
             self.is_collected = True
+            self._seen.note_all()
         elif self._came_late:
             what = "a backward has added to gradients that were averaged already, by clip_grad_norm_"
             fix = "clip after the last backward of a step, or call zero_grad() between"
             raise UsageError(explain(what, rank=self._rank, fix=fix))
+        elif self._size > 1:
+            self._seen.check()
+
+    def average(self) -> None:
+        """Make each ``p.grad`` the mean over ranks, in place; a second call before the next backward does nothing.
+
+        What the script does to it afterwards is what the step uses, for the mean of equal gradients is that gradient. It is
+        there too on ranks without a gradient, if any rank has one.
+
+        Raises:
+            UsageError: gradients were changed, or collected, already; one is sparse or of another dtype.
+        """
+        if self.is_averaged or self._size == 1:
+            return
+        if self.is_collected:
+            what = "gz.clip_grad_norm_ has averaged the gradients of this step already, and the step uses its result"
+            fix = "call gz.clip_grad_norm_ last, or PyTorch's functions alone"
+            raise UsageError(explain(what, rank=self._rank, fix=fix))
+        self._seen.check()
+        self._send_rest()
+        flags = [p.grad is not None for p in self.parameters]
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        told = torch.tensor(flags, dtype=torch.int32, device=device)
+        counts = UsedAnywhere(told, self.group, device).counts() if flags else []
+        weight = registry.weight.among(self._size, self._rank)
+        with torch.no_grad():
+            for some in _together([i for i, count in enumerate(counts) if count], self.parameters):
+                for i in some:
+                    parameter = self.parameters[i]
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    check_gradient(parameter.grad, parameter, self._names[i], self._rank)
+                gradients = [self.parameters[i].grad.detach() for i in some]  # type: ignore[union-attr]
+                flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(weight / self._size)
+                dist.all_reduce(flat, group=self.group)
+                for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                    gradient.copy_(mean.view(gradient.shape))
+        self.is_averaged = True
 
     def stretches(self) -> Iterator[Sequence[int]]:
         """Yield this rank's blocks in parts, each as soon as its mean gradients are there; called instead of ``collect``.
@@ -124,6 +178,8 @@ class Carrier(ABC):
         """Drop the collected gradients of the blocks (set them to None) without a step, if any were collected."""
         if self._is_open:
             self._drop()
+        else:
+            self._forget()
 
     def split(self, separate: frozenset[int]) -> None:
         """Give each of these parameters blocks that no other parameter shares, on all ranks. Not after ``collect``."""
@@ -138,16 +194,24 @@ class Carrier(ABC):
                 self._came_late = True
                 return
             self._drop()  # the program has set the collected gradient to None, so a new step begins
+        if self.is_averaged:
+            self._seen.note_all()
+            self.is_averaged = False
         self._on_gradient(index)
+        self._seen.note(index)
 
     def backward_ended(self) -> None:
         """Handle the gradients of a backward through a pipeline. Not collective."""
         for i, parameter in enumerate(self.parameters if self.is_collected else ()):
             if parameter.grad is not None:
                 self.arrived(i)
+        if not self.is_collected:
+            self.is_averaged = False
+            self._seen.note_all()
 
     def close(self) -> None:
         """Remove the hooks from the parameters, which stay usable, as do their gradients; ``weights`` does not."""
+        self._alive.discard(self)
         self.synchronize()
         self._start_over()
         for handle in self._handles:
@@ -158,11 +222,13 @@ class Carrier(ABC):
         with torch.no_grad():
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+                    parameter.grad.data.mul_(factor)  # not seen as a change: [Note: changed gradients] in changes.py
 
     def _open(self) -> None:
         if self._is_open:  # the optimizer raised in the middle of the last step, so drop that step's gradients
             self._drop()
+        elif self._size > 1 and not self.is_averaged:
+            self._seen.check()
         self._unused = self._meet()
         self._is_open = True
         if self._unused - self._separate:
@@ -177,7 +243,12 @@ class Carrier(ABC):
             weight.grad = None
         self._is_open = self.is_collected = self._came_late = False
         self._kept = []
+        self._forget()
         self._start_over()
+
+    def _forget(self) -> None:
+        self.is_averaged = False
+        self._seen.forget()
 
     def _make_blocks(self) -> None:
         self.blocks: Sequence[Block] = self.layout.blocks_of(self._rank, self._separate)
@@ -214,6 +285,10 @@ class Carrier(ABC):
         """Handle the gradient that autograd has just added to ``parameters[index].grad``, for the step to come."""
 
     @abstractmethod
+    def _send_rest(self) -> None:
+        """Send what other ranks have sent in backward, so that every rank's next collective is the same. Not collective."""
+
+    @abstractmethod
     def _meet(self) -> frozenset[int]:
         """Wait for all ranks' gradients, or start to exchange them; return the parameters for which no rank has a gradient."""
 
@@ -232,6 +307,23 @@ class Carrier(ABC):
     @abstractmethod
     def _start_over(self) -> None:
         """Drop everything that was kept about this step's gradients."""
+
+
+def _together(indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> Iterator[list[int]]:
+    """Yield the indices in parts of one dtype and device, each of at most :data:`AVERAGED_BYTES` or one parameter."""
+    part: list[int] = []
+    num_bytes = 0
+    for i in indices:
+        parameter = parameters[i]
+        last = parameters[part[-1]] if part else parameter
+        is_alike = (last.dtype, last.device) == (parameter.dtype, parameter.device)
+        if part and (not is_alike or num_bytes + parameter.nbytes > AVERAGED_BYTES):
+            yield part
+            part, num_bytes = [], 0
+        part.append(i)
+        num_bytes += parameter.nbytes
+    if part:
+        yield part
 
 
 class Arrival:

@@ -25,7 +25,8 @@ def clip_grad_norm_(
     """Clip the norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_`` would in one process.
 
     Call it after the last backward of a step and before ``optimizer.step()``. Under ``sharded`` it averages the gradients
-    over ranks first; ``p.grad`` stays what this rank computed, and the step uses the clipped average. Parameters that
+    over ranks first; ``p.grad`` stays what this rank computed, and the step uses the clipped average. PyTorch's function gives
+    the same, but sends the averages to all ranks. Parameters that
     the optimizer does not hold are left out under ``sharded``. Under every other strategy it is PyTorch's function.
     Every rank must call it where gradients are divided (``sharded`` and its stages), with the same parameters.
 

@@ -103,6 +103,11 @@ class GatheredCarrier(Carrier):
         self._reducer.on_gradient(index)
 
     @override
+    def _send_rest(self) -> None:
+        self.synchronize()
+        self._reducer.send_rest()
+
+    @override
     def _meet(self) -> frozenset[int]:
         self.synchronize()
         for parameter, place, name in zip(self.parameters, self._places, self._names, strict=True):

@@ -21,7 +21,6 @@ from ..units import listed
 from ..weights.equal_start import broadcast_tensors, sparse_names, start_equal
 from .carrier import Carrier, arrival_of
 from .elementwise import needs_whole_tensors
-from .gathered import GatheredCarrier
 from .optimizer import ShardedOptimizer, warn_of_forgotten
 from .parts import BucketLayout
 
@@ -106,6 +105,9 @@ def shard(
         needs_whole_tensors(each)
     check_parameters(model, optimizers)
     warn_of_forgotten(model, optimizers)
+    from .averaged import watch_clipping  # imported only when needed
+
+    watch_clipping()
     if all(p.device.type == "cpu" for p in model.parameters()):
         model = use_on_cpu(model)
     start_equal(model, group)
@@ -124,6 +126,8 @@ def shard(
 
             if can_share(ranks, parameters):
                 return SharedCarrier(model, names, parameters, layout, ranks, not has_stages)
+        from .gathered import GatheredCarrier  # imported only when needed
+
         return GatheredCarrier(model, names, parameters, layout, ranks, overlap_gather, exchange, not has_stages)
 
     made = tuple(ShardedOptimizer(model, each, group, make_carrier, has_stages) for each in optimizers)

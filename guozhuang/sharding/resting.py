@@ -82,6 +82,10 @@ class AveragedCarrier(Carrier):
         """Do nothing: no hook calls it."""
 
     @override
+    def _send_rest(self) -> None:
+        """Do nothing: gradients are averaged already."""
+
+    @override
     def _meet(self) -> frozenset[int]:
         for parameter, place, name in zip(self.parameters, self._places, self._names, strict=True):
             for kind, tensor in (("parameter", parameter), ("gradient", parameter.grad)):

@@ -10,9 +10,11 @@ import copy
 import gc
 import importlib
 import io
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from guozhuang.exchange.codecs.quantize8 import MinMax8
 from guozhuang.exchange.compressed import Compressed
 from guozhuang.exchange.local_sgd import LocalSGD
 from guozhuang.sharding import ShardedOptimizer, clip_grad_norm_, shard
+from guozhuang.sharding.averaged import averaged_gradients
 from tests.processes.cases import (
     adamw,
     assert_equal_across_ranks,
@@ -260,14 +263,91 @@ def case_gradients_changed_by_hand_count(rank: int, world_size: int) -> None:
     both = Both()
     for step in range(6):
         both.backward(step)
+        with averaged_gradients(both.model) if step > 2 else nullcontext():
+            for model in (both.model, both.twin):
+                for i, p in enumerate(model.parameters()):
+                    if step == 2 and i == 3:
+                        p.grad.data.mul_(5.0)  # no version counter tells
+                    elif (step + i) % 3 == 0 and step > 2:
+                        p.grad.sign_()
+                    elif (step + i) % 3 == 1 and step > 2:
+                        p.grad = p.grad * p.grad.norm()
+        both.update()
+    both.check()
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "in place": lambda g: g.sign_(),
+    "another tensor": lambda g: g * 2,
+    "many in place": lambda g: torch._foreach_mul_([g], 0.5)[0],
+}
+
+
+def case_changed_gradients_are_refused_by_name(rank: int, world_size: int) -> None:
+    both = Both(momentum)
+    for step, change in enumerate(CHANGES.values()):
+        for clips_first in (False, True):
+            both.backward(step)
+            if clips_first:  # the step would use what was clipped, and not see the change
+                clip_grad_norm_(both.model.parameters(), 1.0)
+            weight = both.model[2].weight
+            weight.grad = change(weight.grad)
+            with pytest.raises(UsageError, match=r"gradient of 2\.weight was changed .*gz\.averaged_gradients"):
+                both.optimizer.step()
+            both.optimizer.zero_grad()
+            both.twin_optimizer.zero_grad()
+        both.step(step)
+    for step in range(4):  # dropped gradients are no changed ones
+        both.backward(step)
         for model in (both.model, both.twin):
-            for i, p in enumerate(model.parameters()):
-                if step == 2 and i == 3:
-                    p.grad.data.mul_(5.0)  # no version counter tells
-                elif (step + i) % 3 == 0 and step > 2:
-                    p.grad.mul_(3.0)
-                elif (step + i) % 3 == 1 and step > 2:
-                    p.grad = p.grad * 2.0
+            model.zero_grad(set_to_none=step % 2 == 0)
+        both.update()
+    both.check()
+
+
+def case_pytorchs_clipping_is_of_the_mean(rank: int, world_size: int) -> None:
+    """Alone, one after the other, by parts, with a given norm, and before further micro-batches."""
+    both = Both(momentum)
+    functions: list[Callable[[nn.Module], object]] = [
+        lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.01),
+        lambda m: nn.utils.clip_grad_value_(m.parameters(), 1e-3),
+        lambda m: nn.utils.clip_grad_norm_(list(m[0].parameters()), 0.01, math.inf),
+        lambda m: (nn.utils.clip_grad_norm_(m.parameters(), 0.1), nn.utils.clip_grad_value_(m.parameters(), 1e-3)),
+        lambda m: nn.utils.clip_grads_with_norm_(
+            m.parameters(), 0.01, nn.utils.get_total_norm([p.grad for p in m.parameters()])
+        ),
+        lambda m: nn.utils.clip_grad_value_(m[0].weight, 1e-3),
+    ]
+    for step, function in enumerate(functions * 2):
+        both.backward(step)
+        found, expected = function(both.model), function(both.twin)
+        if isinstance(found, Tensor):
+            torch.testing.assert_close(found, expected)
+        if step >= len(functions):
+            both.backward(20 + step)
+            function(both.model), function(both.twin)
+        both.update()
+        both.check()
+    both.backward(0)
+    clip_grad_norm_(both.model.parameters(), 0.1)
+    with pytest.raises(UsageError, match=r"gz\.clip_grad_norm_ has averaged the gradients"):
+        nn.utils.clip_grad_value_(both.model.parameters(), 0.1)
+
+
+def case_averages_reach_ranks_without_a_gradient(rank: int, world_size: int) -> None:
+    with seeded(3):
+        parts = nn.ModuleList(nn.Linear(3, 2) for _ in range(world_size + 1))
+    both = Both(momentum, parts)
+    for _ in range(3):
+        x = torch.ones(2, 3)
+        both.model[rank](x).pow(2).mean().backward()
+        sum(both.twin[r](x).pow(2).mean() / world_size for r in range(world_size)).backward()
+        for model in (both.model, both.twin):
+            nn.utils.clip_grad_value_(model.parameters(), 0.1)
+            with averaged_gradients(model):
+                assert [part.weight.grad is not None for part in model] == [True] * world_size + [False]
+                for part in model[:-1]:
+                    part.weight.grad.mul_(part.weight.grad.norm())
         both.update()
     both.check()
 
@@ -526,7 +606,7 @@ def case_clipping_what_is_not_finite(rank: int, world_size: int) -> None:
         both = Both()
         both.backward(0)
         if rank == 0:
-            both.model[4].bias.grad[0] = float("nan")
+            both.model[4].bias.grad.data[0] = float("nan")
         with pytest.raises(RuntimeError, match="not finite"):
             clip_grad_norm_(both.model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
         assert clip_grad_norm_(both.model.parameters(), 1.0, norm_type).isnan()
@@ -656,7 +736,7 @@ def case_a_grad_scaler_skips_together(rank: int, world_size: int) -> None:
             if step == 2:  # one rank only
                 both.twin[0].weight.grad[0, 0] = float("inf")
                 if rank == world_size - 1:
-                    both.model[0].weight.grad[0, 0] = float("inf")
+                    both.model[0].weight.grad.data[0, 0] = float("inf")
             if unscales_first:
                 scaler.unscale_(both.optimizer)
                 twins.unscale_(both.twin_optimizer)
@@ -750,7 +830,7 @@ def case_buckets_leave_early_and_only_when_nothing_changes(rank: int, world_size
             found.append(all(work is not None for work in carrier._reducer._now.works))
             if step == 2:
                 for some in (model, both.twin):
-                    some[0].weight.grad.mul_(2.0)
+                    some[0].weight.grad.data.mul_(2.0)
             both.update()
         assert found == [False, early, early, False]
         both.check(atol=1e-6 if exchange is None else 0.02)

@@ -29,6 +29,7 @@ from guozhuang.errors import MismatchError, PeerLost, UsageError
 from guozhuang.gradients.products import _Product
 from guozhuang.groups.agreement import store_of
 from guozhuang.sharding import clip_grad_norm_, shard
+from guozhuang.sharding.averaged import averaged_gradients
 from guozhuang.sharding.carrier import arrival_of
 from guozhuang.sharding.shared import linear_gradients
 from guozhuang.sharding.shared.carrier import SharedCarrier
@@ -355,7 +356,8 @@ def case_gradients_of_embeddings(rank: int, world_size: int) -> None:
                 assert dense.layout == torch.strided and dense.shape == (WORDS, WIDTH)
                 if step == 3:  # rows that no batch named get something too
                     for model in (pair.model, pair.twin):
-                        model.words.weight.grad.add_(model.words.weight.detach(), alpha=0.01)
+                        with averaged_gradients(model):
+                            model.words.weight.grad.add_(model.words.weight.detach(), alpha=0.01)
                 if step == 4:
                     for model in (pair.model, pair.twin):
                         model.words.weight.grad.data.add_(model.words.weight.detach(), alpha=0.01)
@@ -591,9 +593,10 @@ def case_accumulation_clipping_and_kept_graphs(rank: int, world_size: int) -> No
             found = clip_grad_norm_(pair.model.parameters(), 0.01)
             expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.01)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-        if step == 4:  # ranks decide by themselves what to do with their own gradients
-            for p, q in zip(pair.model.parameters(), pair.twin.parameters(), strict=True):
-                p.grad, q.grad = p.grad * 2, q.grad * 2
+        if step == 4:
+            with averaged_gradients(pair.model):
+                for p, q in zip(pair.model.parameters(), pair.twin.parameters(), strict=True):
+                    p.grad, q.grad = p.grad * 2, q.grad * 2
         pair.update()
     loss = mean_loss(pair.model, 1, 1)
     loss.backward(retain_graph=True)

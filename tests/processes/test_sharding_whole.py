@@ -192,7 +192,7 @@ def case_schedules_clipping_and_a_grad_scaler_act_as_ever(rank: int, world_size:
     for step in range(STEPS):
         both.give(step)
         if step == 1 and rank == world_size - 1:  # one rank only
-            both.model.turned.grad[0, 0] = float("inf")
+            both.model.turned.grad.data[0, 0] = float("inf")
         if step == 1:
             both.twin.turned.grad[0, 0] = float("inf")
         for its, optimizers, model in (

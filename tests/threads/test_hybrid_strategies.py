@@ -79,9 +79,10 @@ def norm_of_step(model: Any, step: int, place: int = 0, copies: int = 1, has_sch
             model.step(words, labels)
         else:
             mean(model(words), labels).backward()
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad /= MICRO
+    with gz.averaged_gradients(model):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= MICRO
     return float(gz.clip_grad_norm_(model.parameters(), 0.2))
 
 

@@ -108,6 +108,10 @@ class SharedCarrier(Carrier):
         self.gradients.on_gradient(index)
 
     @override
+    def _send_rest(self) -> None:
+        """Do nothing: nothing is sent in backward."""
+
+    @override
     def _meet(self) -> frozenset[int]:
         """Wait for all ranks at the step's first barrier; until its second one all ranks' gradients stay unchanged."""
         self._nan.look_at(self._names, self.parameters, self._num_steps)

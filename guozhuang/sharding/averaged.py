@@ -1,0 +1,100 @@
+"""``averaged_gradients``: lets a script read and change the mean gradient under every strategy, as in one process.
+
+[Note: PyTorch's clipping] ``torch.nn.utils.clip_grad_norm_`` and its neighbours read and change ``p.grad``, which is the rank's
+own gradient under ``sharded``. Each is a wrapper that calls a function through a cell of its closure. The function in that cell
+is replaced, so that scripts which have imported the wrapper before are served too. The replacement averages first.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from .carrier import Carrier, arrival_of
+
+_OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
+_OF_GRADIENTS = ("_get_total_norm",)
+
+
+@contextmanager
+def averaged_gradients(model: nn.Module) -> Iterator[None]:
+    """Let ``p.grad`` be the mean over ranks in this context; the step uses what it is at the end. Every rank must enter it.
+
+    For all that reads or changes gradients between the last backward and the step: adaptive clipping, signs, noise, norms to
+    log. Every rank must change them equally. ::
+
+        loss.backward()
+        with gz.averaged_gradients(model):
+            for p in model.parameters():
+                p.grad.clamp_(-0.1, 0.1)
+        optimizer.step()
+
+    Under ``sharded`` this is one more all-reduce of all gradients; ``gz.clip_grad_norm_`` does without. Where gradients are
+    averaged in the backward they are the mean already, and nothing is sent. Under an exchange of weights there is no mean:
+    ``p.grad`` is what this rank's own step uses.
+
+    Args:
+        model: what ``prepare`` returned.
+
+    Raises:
+        UsageError: a gradient was changed before, or ``gz.clip_grad_norm_`` has averaged gradients in this step already.
+    """
+    _average(model.parameters())
+    yield
+
+
+def watch_clipping() -> None:
+    """Let PyTorch's functions that clip gradients average them first. See [Note: PyTorch's clipping]."""
+    for name in (*_OF_PARAMETERS, *_OF_GRADIENTS):
+        wrapper: Any = getattr(clip_grad, name)
+        cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
+        if "func" in cells and not hasattr(cells["func"].cell_contents, "_averages"):
+            make = _after_averages if name in _OF_PARAMETERS else _after_averages_of_gradients
+            cells["func"].cell_contents = make(cells["func"].cell_contents)
+
+
+def _average(parameters: Iterable[Tensor]) -> None:
+    """Average the gradients of all that is divided together with these parameters."""
+    carriers: list[Carrier] = []
+    for parameter in parameters:
+        hook = arrival_of(parameter)
+        if hook is not None and not any(hook.carrier is known for known in carriers):
+            carriers.append(hook.carrier)
+    for carrier in carriers:
+        carrier.average()
+
+
+def _after_averages(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def averaging(parameters: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(parameters, Tensor):
+            _average([parameters])
+            return function(parameters, *args, **options)
+        given = list(parameters)
+        _average(given)
+        # PyTorch's warns of an empty generator only.
+        again = (each for each in given) if isinstance(parameters, types.GeneratorType) else given
+        return function(again, *args, **options)
+
+    vars(averaging)["_averages"] = True
+    return averaging
+
+
+def _after_averages_of_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def averaging(tensors: Any, *args: Any, **options: Any) -> Any:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        wanted = {id(each) for each in given}
+        for carrier in Carrier.alive():
+            if any(id(p.grad) in wanted for p in carrier.parameters if p.grad is not None):
+                carrier.average()
+        return function(given, *args, **options)
+
+    vars(averaging)["_averages"] = True
+    return averaging
