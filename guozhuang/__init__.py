@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .comparison import compare
     from .errors import RankFailed
     from .launch.functions import launch
+    from .parallel.guard import full_tensor
     from .public import (
         DataParallel,
         DistributedDataParallel,
@@ -46,6 +47,7 @@ __all__ = [
     "clip_grad_norm_",
     "compare",
     "epochs",
+    "full_tensor",
     "init",
     "keep",
     "launch",
@@ -69,6 +71,7 @@ _LATER = {
     "clip_grad_norm_": "sharding",
     "compare": "comparison",
     "epochs": "checkpoint",
+    "full_tensor": "parallel.guard",
     "keep": "checkpoint",
     "launch": "launch",
     "print": "script.rank_zero",

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..parallel.guard import as_plain
+from ..parallel.proof import before_step
 from ..parallel.state import gather_optimizer_states
 from ..world.devices import device_of
 from .whole_matrices import joined
@@ -47,6 +49,7 @@ class DividedOptimizer(WrappedOptimizer):
         Returns:
             The result of ``closure``, else None.
         """
+        before_step()
         parameters: list[list[Any]] = [group["params"] for group in self.param_groups]
         if grad_scaler is not None:
             held: list[Tensor] = [p for some in parameters for p in some]
@@ -60,7 +63,10 @@ class DividedOptimizer(WrappedOptimizer):
             with torch.enable_grad():
                 loss, closure = closure(), None
         whole = joined(parameters) if self._needs_whole else contextlib.nullcontext(parameters)
-        with whole as stepped, self.inner_holds(stepped):
+        held = [p for group in self.param_groups for p in group["params"]]
+        # A closure is the script's own code, which may read what it likes.
+        plain = as_plain(held) if closure is None else contextlib.nullcontext()
+        with whole as stepped, self.inner_holds(stepped), plain:
             found = self.inner.step() if closure is None else self.inner.step(closure)
         return found if loss is None else loss
 

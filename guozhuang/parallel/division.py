@@ -22,7 +22,8 @@ from ..weights.equal_start import broadcast_tensors
 from ..world.devices import device_of
 from .spans import Span, SpansOfRanks, take
 
-_ATTRIBUTE = "_guozhuang_division"
+#: The attribute of a tensor that says how it is divided.
+ATTRIBUTE = "_guozhuang_division"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Division:
 
 def division_of(tensor: Tensor) -> Division | None:
     """Return how a parameter or buffer is divided; None if it is not."""
-    found: Division | None = getattr(tensor, _ATTRIBUTE, None)
+    found: Division | None = getattr(tensor, ATTRIBUTE, None)
     return found
 
 
@@ -115,7 +116,7 @@ def disown(tensor: Tensor, owners: Sequence[int], stages: dist.ProcessGroup | No
     known = division_of(tensor) or Division(tensor.shape)
     made = replace(known, owners=tuple(owners), stages=stages, is_kept=keep)
     if keep:
-        setattr(tensor, _ATTRIBUTE, made)
+        setattr(tensor, ATTRIBUTE, made)
     else:
         _set(tensor, made)
 
@@ -125,7 +126,7 @@ def keep_whole(parameter: Tensor, keeper: int) -> Division:
     known = division_of(parameter)
     assert known is not None and known.dim is not None
     made = replace(known, keeper=keeper)
-    setattr(parameter, _ATTRIBUTE, made)
+    setattr(parameter, ATTRIBUTE, made)
     return made
 
 
@@ -139,7 +140,7 @@ def _set(tensor: Tensor, division: Division) -> None:
         tensor.data = part(tensor.data, cut)
         if gradient is not None and division.is_owned:
             tensor.grad = part(gradient, cut)
-    setattr(tensor, _ATTRIBUTE, division)
+    setattr(tensor, ATTRIBUTE, division)
 
 
 def part(whole_tensor: Tensor, division: Division) -> Tensor:
@@ -196,24 +197,59 @@ def norms_of(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm
     return list(powers if math.isinf(norm_type) else powers ** (1.0 / norm_type))
 
 
-def norm_of(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_type: float = 2.0) -> Tensor:
+def norm_of(
+    parameters: Sequence[Tensor],
+    values: Sequence[Tensor | None],
+    norm_type: float = 2.0,
+    *,
+    is_of_stage: bool = False,
+) -> Tensor:
     """Return the norm of all whole tensors together. Every rank must call it, with the same parameters; see :func:`norms_of`.
 
     A tensor that several stages of a pipeline hold counts once.
 
+    Args:
+        parameters, values, norm_type: as in :func:`norms_of`.
+        is_of_stage: one stage of a pipeline holds all of them, so that no other one takes part.
+
     Returns:
-        A 0-dimensional float64 tensor, equal on all ranks.
+        A 0-dimensional float64 tensor, equal on all ranks that take part.
     """
-    return norm_of_parts(parameters, _powers_here(parameters, values, norm_type), norm_type)
+    powers = _powers_here(parameters, values, norm_type)
+    return norm_of_parts(parameters, powers, norm_type, is_of_stage=is_of_stage)
 
 
-def norm_of_parts(parameters: Sequence[Tensor], powers: Tensor, norm_type: float = 2.0) -> Tensor:
+def is_of_one_stage(parameters: Sequence[Tensor], held: Iterable[Tensor]) -> bool:
+    """Tell whether a script that clips these parameters together means those of one stage of a pipeline.
+
+    [Note: clipping by parts] A script clips all parameters, those of a part, or one after the other; and it may leave out
+    those without a gradient, which on each stage are those of all others. So a list of all parameters that have a gradient here
+    stands for the whole model; one parameter, or fewer of one stage, stand for themselves, and no other stage takes part.
+
+    Args:
+        parameters: what is clipped together.
+        held: all parameters of the models that are divided.
+    """
+    divisions = [division_of(each) for each in parameters]
+    owners = {None if each is None or each.stages is None else each.owners for each in divisions}
+    if len(owners) != 1 or (only := owners.pop()) is None or len(only) != 1:
+        return False
+    chosen = {id(each) for each in parameters}
+    stages = {None if each is None else each.stages for each in divisions}
+    rest = (each for each in held if each.grad is not None and id(each) not in chosen)
+    return len(chosen) == 1 or any((d := division_of(each)) is not None and d.stages in stages for each in rest)
+
+
+def norm_of_parts(
+    parameters: Sequence[Tensor], powers: Tensor, norm_type: float = 2.0, *, is_of_stage: bool = False
+) -> Tensor:
     """Return the norm of all whole tensors together, of whose parts the powers are known. Every rank must call it.
 
     Args:
         parameters: say how the tensors are divided.
         powers: for each, the sum of the p-th powers of this rank's part, for ``inf`` the largest absolute value: float64.
         norm_type: the p of the p-norm.
+        is_of_stage: as in :func:`norm_of`.
     """
     powers = summed(parameters, powers, norm_type)
     divisions = [division_of(each) for each in parameters]
@@ -223,7 +259,7 @@ def norm_of_parts(parameters: Sequence[Tensor], powers: Tensor, norm_type: float
     total = powers.new_zeros(1)
     if len(powers):
         total = (powers.max() if math.isinf(norm_type) else powers.sum()).reshape(1)
-    if stages is not None:
+    if stages is not None and not is_of_stage:
         total = over_ranks(total, stages, norm_type)
     return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).reshape(())
 

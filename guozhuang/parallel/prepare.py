@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import clip_grad
 from torch.utils import _pytree
 
 from ..errors import MismatchError, UsageError, explain, rank_table
@@ -31,7 +29,11 @@ from ..world.devices import device_of
 from ..world.layout import MODEL_AXES
 from ..world.versions import all_gather_single
 from .axes import WHOLE, Around, Axes
-from .division import division_of, norm_of
+from .caches import CacheSettings
+from .clipping import watch_norms
+from .guard import as_plain, guard
+from .proof import Proof, proof_of
+from .proof.undivided import UndividedForm
 from .random import Draws, align
 from .state import gather_states
 
@@ -81,6 +83,7 @@ class Wishes:
         num_microbatches: into how many parts a pipeline cuts a batch; None: chosen.
         schedule: one of :data:`SCHEDULES`; None: the first, or with ``loss`` the second.
         attention: one of :data:`ATTENTION`; None: the first.
+        proof: whether the first batches are compared with the undivided model.
     """
 
     cut: Sequence[str] | None = None
@@ -89,6 +92,7 @@ class Wishes:
     num_microbatches: int | None = None
     schedule: str | None = None
     attention: str | None = None
+    proof: bool = True
 
 
 class EqualBatches:
@@ -107,6 +111,15 @@ class EqualBatches:
         self._is_pipeline = self._group is not None and axes.size("pp") == self._group.size()
         self._is_first, self._is_inside = True, False
         self._check_last: Callable[[], None] = lambda: None
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether other ranks work on the same batches."""
+        return self._group is not None
+
+    def stay_alone(self) -> None:
+        """Compare nothing from now on."""
+        self._group = None
 
     @contextlib.contextmanager
     def compared(self, *inputs: Any) -> Iterator[None]:
@@ -223,6 +236,9 @@ class Divided:
         inside: the model wrapped in what averages its gradients; None if nothing has to be wrapped.
         batches: compares the batches of the ranks that hold one copy of the model.
         before_batch: called before each forward of a batch.
+        proof: compares the first batches with the undivided model; None: nothing does.
+        averages: whether the next backward leaves the mean over the copies of the model in ``p.grad``.
+        has_exact_gradients: whether ``p.grad`` is exact after a backward: this copy's, or the mean over all copies.
     """
 
     model: nn.Module
@@ -233,9 +249,14 @@ class Divided:
     inside: Callable[..., Any] | None = None
     batches: EqualBatches = field(init=False)
     before_batch: Callable[[], object] = lambda: None
+    proof: Proof | None = None
+    averages: Callable[[], bool] = lambda: False
+    has_exact_gradients: bool = True
 
     def __post_init__(self) -> None:
         self.batches = EqualBatches(self.axes, device_of(self.model.parameters()))
+        self._guarded: list[nn.Parameter] = []
+        self._caches = CacheSettings(self.model)
 
     def drawing(self) -> AbstractContextManager[None]:
         """Return the context in which the model is called: random operations draw there as in one process."""
@@ -244,19 +265,58 @@ class Divided:
     def begin_batch(self) -> None:
         """Before a forward: in training the ranks that hold one copy of the model are to draw the same random numbers."""
         self.before_batch()
-        group = self.axes.group("pp", "space", "sequence", "tp")
+        group = self.axes.group("pp", "space", "sequence", "tp") if self.batches.are_shared else None
         if group is not None and self.model.training and (self.draws is None or self.draws.may_draw(True)):
             align(group, device_of(self.model.parameters()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward on a whole batch, which the ranks that hold one copy of it share. Each must call it."""
-        call: Callable[..., Any] = self.model if self.inside is None else self.inside
-        with self.batches.compared(args, kwargs):
-            args, kwargs = self.around.inputs(args, kwargs)
+        """Run the model's forward on a whole batch, which the ranks that hold one copy of it share. Each must call it.
+
+        Raises:
+            UsageError: it is not what one process computes; see :class:`Proof`.
+        """
+        with self.batches.compared(args, kwargs) if self.proof is None else self._proved(args, kwargs):
             self.begin_batch()
-            with self.drawing():
+            if self.proof is None:
+                return self._run(args, kwargs)
+            return self.proof.forward(self, args, kwargs, lambda: self._run(args, kwargs))
+
+    @contextlib.contextmanager
+    def _proved(self, *inputs: Any) -> Iterator[None]:
+        assert self.proof is not None
+        with self.proof.abandoned_on_error(), self.batches.compared(*inputs):
+            yield
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        call: Callable[..., Any] = self.model if self.inside is None else self.inside
+        with self.as_plain():
+            args, kwargs = self.around.inputs(args, kwargs)
+            # Tensor parallelism alone leaves the model its cache; where it holds parts of the tokens, nobody could read it.
+            caches = self._caches.off() if self.around is not WHOLE else nullcontext()
+            with self.drawing(), caches:
                 found = (call if self.pipe is None else self.pipe)(*args, **kwargs)
             return self.around.outputs(found)
+
+    @contextlib.contextmanager
+    def as_plain(self) -> Iterator[None]:
+        """Let operations in this block compute with parameters as they are; see [Note: guarded parameters] in guard.py."""
+        with as_plain(self._guarded):
+            yield
+        if self.pipe is not None and not self._guarded:  # its first forward has chosen the stages
+            self.guard()
+
+    def guard(self) -> None:
+        """Guard the parameters that are divided now."""
+        self._guarded = guard(self.model)
+
+    def stay_whole(self) -> None:
+        """In the reference of a proof, where the model is whole again: exchange nothing from now on."""
+        self.batches.stay_alone()
+        self.before_batch = lambda: None
+        if self.pipe is not None or self.around is not WHOLE:
+            self._caches.turn_off()
+        self.inside = self.pipe = self.draws = None
+        self.around = WHOLE
 
 
 def check_schedule(name: str) -> None:
@@ -309,8 +369,11 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
     start_equal(model, axes.everyone)
     draw_alike(axes, device_of(model.parameters()))
     gather_states(model)
-    _watch_norms(model)
+    watch_norms(model)
     found = Divided(model, axes)
+    form = None
+    if wishes.proof:
+        found.proof, form = proof_of(axes), UndividedForm(model)
     if axes.size("tp") > 1:
         _later("tensor", "divide_tensors")(model, axes, wishes.plan)
     if axes.size("space") > 1:
@@ -330,56 +393,12 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
         found.around = WHOLE
     elif axes.group("space", "sequence", "tp") is not None:
         found.draws = Draws(model)
+    if found.proof is not None and form is not None:
+        form.was_divided()
+        found.proof.add(found, form)
+    if found.pipe is None:
+        found.guard()
     return found
-
-
-_divided_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-
-
-def _watch_norms(model: nn.Module) -> None:
-    """Let ``torch.nn.utils.clip_grad_norm_`` clip by the norm of whole gradients, as the script's own line asks for.
-
-    PyTorch's function looks this one up when it is called, so it is replaced for all who have imported that function before.
-    ``get_total_norm`` is the one itself under its public name.
-    """
-    _divided_models[model] = None
-    clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
-
-
-def _total_norm(
-    tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-) -> Tensor:
-    """Do what PyTorch's does, for whole gradients where ranks hold parts. See [Note: divided parameters] in division.py."""
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    wanted = {id(each) for each in given}
-    held = [p for model in list(_divided_models) for p in model.parameters() if division_of(p) is not None]
-    chosen = [p for p in held if p.grad is not None and id(p.grad) in wanted]
-    idle = None if given else _idle(held)
-    if not chosen and idle is None:
-        return _torchs_total_norm(given, norm_type, error_if_nonfinite, foreach)
-    divided = {id(p.grad): p for p in chosen}
-    parameters = [divided.get(id(each), each) for each in given] or [idle]
-    total = norm_of(parameters, given or [None], float(norm_type))
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        what = f"the total norm of order {norm_type:g} of the gradients is not finite, so they cannot be clipped"
-        raise RuntimeError(explain(what, value=float(total), fix="look for the step that made them so"))
-    return total.to(given[0].dtype.to_real() if given else torch.get_default_dtype())
-
-
-def _idle(held: Sequence[Tensor]) -> Tensor | None:
-    """Return a parameter by which a stage that holds none of the gradients takes part for the others; None without a pipeline.
-
-    Models of one layout share their groups, so it may be of another model.
-    """
-    among = {d.stages: p for p in held if (d := division_of(p)) is not None and d.stages is not None}
-    if len(among) > 1:
-        what = "this stage holds none of the gradients that are clipped, and models of several layouts could be meant"
-        fix = "give all models that are alive at once one layout"
-        raise UsageError(explain(what, value=f"{len(among)} pipelines of different ranks", fix=fix))
-    return next(iter(among.values()), None)
-
-
-_torchs_total_norm = clip_grad._get_total_norm
 
 
 def _later(package: str, name: str) -> Callable[..., Any]:

@@ -49,8 +49,11 @@ def clip_grad_norm_(
     if hooks:
         return _clip_parts(list(hooks.values()), max_norm, float(norm_type), error_if_nonfinite)
     if all(p.grad is None for p in chosen) and any(division_if_any(p) is not None for p in chosen):
+        from ..parallel.clipping import clips_one_stage, norm_on_stage
         from ..parallel.division import norm_of  # imported already, by who divided them
 
+        if clips_one_stage(chosen):
+            return norm_on_stage(chosen, norm_type, error_if_nonfinite)
         return _checked(
             norm_of(chosen, [None] * len(chosen), float(norm_type)).to(chosen[0].dtype), norm_type, error_if_nonfinite
         )

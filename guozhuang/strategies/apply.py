@@ -36,6 +36,7 @@ from guozhuang.world import (
     requested_groups,
     requested_layout,
     requested_microbatches,
+    requested_proof,
     requested_schedule,
     requested_strategy,
     requested_timeline,
@@ -67,6 +68,7 @@ def prepare(
     microbatches: int | None = None,
     schedule: str | None = None,
     attention: str | None = None,
+    proof: bool | None = None,
 ) -> PreparedPair:
     """Prepare a plain model and its optimizer to train over the whole world. Every rank must call this.
 
@@ -97,6 +99,8 @@ def prepare(
             ``guozhuang run --schedule``, else gpipe, or with ``loss`` 1f1b.
         attention: how attention is divided with the sequences: "ulysses" (by heads), "ring", or "auto": by heads where their
             number divides by the ranks. None: that of ``guozhuang run --attention``, else auto.
+        proof: whether the first batches of a divided model are compared with one process, before anything steps. None: yes,
+            unless ``guozhuang run --no-proof`` was given.
 
     The returned model stands for yours: methods, attributes and parts are found on it under the same names, ``state_dict()``
     and ``named_parameters()`` have the same names under every strategy, and copies and pickles of it are of your module.
@@ -115,6 +119,7 @@ def prepare(
     schedule = requested_schedule() if schedule is None else schedule
     wishes = {"cut": cut, "plan": plan, "loss": loss, "num_microbatches": count, "schedule": schedule}
     wishes["attention"] = requested_attention() if attention is None else attention
+    wishes["proof"] = requested_proof() if proof is None else proof
     prepared = prepare_unseen(
         model, optimizer, strategy, num_replicas=num_replicas, ddp_options=ddp_options, layout=layout, wishes=wishes
     )

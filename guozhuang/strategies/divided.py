@@ -55,6 +55,7 @@ class PreparedParallel(StandsForModule):
             is one copy, or the optimizer averages.
         loss: for :meth:`step`.
         sharded: what averages gradients in their place.
+        is_exact: whether what averages gradients gives their exact mean.
     """
 
     def __init__(
@@ -64,12 +65,15 @@ class PreparedParallel(StandsForModule):
         make_inside: Callable[[], DistributedDataParallel] | None,
         loss: Callable[..., Any] | None = None,
         sharded: Sequence[ShardedOptimizer] = (),
+        is_exact: bool = True,
     ) -> None:
         super().__init__()
         self.add_module("module", divided.model)
         # In the dictionary: as parts they would give parameters a second name.
         self.__dict__.update(_divided=divided, _given=given, _make_inside=make_inside, _loss=loss, _sharded=sharded)
         self.__dict__.update(_holds_gradients=False)
+        divided.averages = self._averages
+        divided.has_exact_gradients = not sharded and (make_inside is None or is_exact)
         for each in given:
             fit(each.state)
         if divided.pipe is None:
@@ -151,10 +155,21 @@ class PreparedParallel(StandsForModule):
             what = "model.step() needs the loss function"
             raise UsageError(explain(what, fix="give it to gz.prepare(model, optimizer, loss=loss_fn)"))
         with divided.batches.compared(args, kwargs):
-            if divided.pipe is not None:
-                divided.begin_batch()
-                return divided.pipe.step(*args, **kwargs)
-            return plain_step(self, loss, args, kwargs)
+            pipe = divided.pipe
+            if pipe is None:
+                return plain_step(self, loss, args, kwargs)
+            divided.begin_batch()
+
+            def run() -> Tensor:
+                with divided.as_plain():
+                    return pipe.step(*args, **kwargs)
+
+            if divided.proof is None:
+                return run()
+            inputs = args, kwargs
+            return divided.proof.batch(
+                divided, inputs, run, lambda: plain_step(divided.model, loss, args, dict(kwargs))
+            )
 
     def stage_times(self) -> list[StageTimes]:
         """Return the stages of a pipeline on this rank, and their times; none without a pipeline, or before its first batch."""
@@ -192,6 +207,10 @@ class PreparedParallel(StandsForModule):
             yield
         finally:
             self.__dict__["_holds_gradients"] = before
+
+    def _averages(self) -> bool:
+        inside = self._inside
+        return inside is not None and not inside.keeps_gradients and not self.__dict__["_holds_gradients"]
 
     @property
     def around(self) -> AroundSteps | None:
@@ -330,7 +349,9 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
             made.reducer.after_pass = lambda: align(lambda p: p.grad)
         return made
 
-    return _pair(PreparedParallel(found, given, inside, wishes.loss), stepped, found, wishes)
+    is_exact = chosen.exact and not isinstance(exchange, WeightExchange)
+    prepared = PreparedParallel(found, given, inside, wishes.loss, is_exact=is_exact)
+    return _pair(prepared, stepped, found, wishes)
 
 
 def _pair(prepared: PreparedParallel, optimizer: Any, divided: Divided, wishes: Wishes) -> PreparedPair:
@@ -351,7 +372,8 @@ def _check_steps(optimizers: Sequence[Optimizer], layout: Layout, num_owners: in
             )
         held = [p for group in optimizer.param_groups for p in group["params"]]
         is_cut = any((d := division_of(p)) is not None and d.dim is not None for p in held)
-        needs_whole.append(is_cut and needs_whole_tensors(optimizer))
+        # In a pipeline it has whole tensors, but not all of them: an unknown one may look at all.
+        needs_whole.append((is_cut or layout.pp > 1) and needs_whole_tensors(optimizer) and is_cut)
         if needs_whole[-1]:
             choose_keepers(optimizer, num_owners)
     return needs_whole

@@ -120,9 +120,23 @@ class PipelineStep:
 
         pipe = self._divided.pipe
         assert pipe is not None
-        with self._divided.batches.compared(batch):
-            self._divided.begin_batch()
-            found = pipe.train(args, kwargs, batch, loss)
+        divided, proof = self._divided, self._divided.proof
+
+        def run() -> Tensor:
+            with divided.as_plain():
+                return pipe.train(args, kwargs, batch, loss)
+
+        def undivided() -> Tensor:
+            from ..parallel.pipeline.shares import value_of
+
+            value, count = value_of(loss_fn(divided.model, batch))
+            value = value if count is None else value / count
+            value.backward()
+            return value.detach()
+
+        with divided.batches.compared(batch):
+            divided.begin_batch()
+            found = run() if proof is None else proof.batch(divided, batch, run, undivided)
         passed("forward")
         passed("backward")
         update(self._optimizers, passed)

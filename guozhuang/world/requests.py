@@ -121,6 +121,19 @@ def requested_attention() -> str | None:
     return os.environ.get("GUOZHUANG_ATTENTION", "").strip() or None
 
 
+def requested_proof() -> bool:
+    """Return whether the first batches of a divided model are compared with one process; not with ``guozhuang run --no-proof``.
+
+    Raises:
+        UsageError: the variable GUOZHUANG_PROOF holds neither 0 nor 1.
+    """
+    text = os.environ.get("GUOZHUANG_PROOF", "").strip() or "1"
+    if text not in ("0", "1"):
+        what = "GUOZHUANG_PROOF says whether the first batches of a divided model are compared with one process"
+        raise UsageError(explain(what, value=text, fix="set it to 0 or 1, or unset it"))
+    return text == "1"
+
+
 def requested_servers() -> tuple[int, str] | None:
     """Return (number of servers, ``host:port`` of the store at which they meet) of this run; None if it has no servers.
 

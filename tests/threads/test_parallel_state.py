@@ -15,8 +15,8 @@ from guozhuang.checkpoint.trained import _owner
 from guozhuang.errors import UsageError
 from guozhuang.optim.divided import DividedOptimizer
 from guozhuang.parallel.axes import Axes, make_axes
+from guozhuang.parallel.clipping import watch_norms
 from guozhuang.parallel.division import disown, divide
-from guozhuang.parallel.prepare import _watch_norms
 from guozhuang.parallel.state import gather_states
 from guozhuang.world.layout import MODEL_AXES, Layout
 
@@ -63,7 +63,7 @@ def one_process(make: Callable[[Any], torch.optim.Optimizer], steps: range) -> t
 def divided(model: nn.Module, axes: Axes) -> None:
     """Cut the matrix unevenly along tp; the second of two stages holds the norm and, with the first one, the matrix."""
     gather_states(model)
-    _watch_norms(model)
+    watch_norms(model)
     spans = (((0, 2),), ((2, 5),))[axes.index("tp")]
     divide(model.first.weight, 0, spans, axes.group("tp"))
     divide(model.first.bias, 0, spans, axes.group("tp"))

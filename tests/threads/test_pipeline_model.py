@@ -309,7 +309,8 @@ def test_hooks_of_the_script_see_the_batch():
     for model in models:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                torch.testing.assert_close(parameter.grad, one.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+                with torch._C.DisableTorchFunctionSubclass():  # of this rank's part, which scripts cannot read
+                    torch.testing.assert_close(parameter.grad, one.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -44,6 +44,11 @@ def parser() -> argparse.ArgumentParser:
     add("--schedule", metavar="NAME", help="Order of a pipeline: gpipe, 1f1b, interleaved, zero-bubble; see the docs.")
     add("--attention", metavar="WAY", help="How sequences are divided in attention: auto, ulysses (by heads), ring.")
     add(
+        "--no-proof",
+        action="store_true",
+        help="Do not compare the first batches of a divided model (pipeline, tensor, space, sequence) with one process.",
+    )
+    add(
         "--replace-ddp",
         action="store_true",
         help="For scripts that use PyTorch alone: its DistributedDataParallel is ours, and gloo on one node is shm.",

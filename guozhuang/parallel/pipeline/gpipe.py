@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 from ...errors import UsageError, explain
 from ...groups.subgroups import subgroup
 from ..axes import WHOLE, Around, Axes
+from ..caches import CacheSettings
 from .forwards.batch_norm import BatchStatistics
 from .forwards.stage import Microbatch, PassingForward
-from .plan import StagePlan, StagePlans, without_caches
+from .plan import StagePlan, StagePlans
 from .runtime import PipelineRun
 from .shares import PartLoss
 from .step import train_batch
@@ -84,7 +85,7 @@ class GPipe:
         self.num_steps, self._loss = 0, loss
         self.at_backward_end: Callable[[], None] | None = None
         self.statistics = BatchStatistics([model])
-        self._configurations = without_caches(model)
+        self.caches = CacheSettings(model)
         self.ties = TiedGradients(group)
         self._has_callback = False
 
@@ -94,7 +95,7 @@ class GPipe:
         Raises:
             UsageError: the model cannot be divided.
         """
-        with self.without_caches():
+        with self.caches.off():
             plan, microbatches = self.plans.cut_batch(args, kwargs)
             batch = _Batch(plan.runtime.begin(microbatches), microbatches)
             leaves = [
@@ -193,17 +194,6 @@ class GPipe:
     @at_cut.setter
     def at_cut(self, found: Callable[[], None] | None) -> None:
         self.plans.at_cut = found
-
-    @contextlib.contextmanager
-    def without_caches(self) -> Iterator[None]:
-        """Keep keys and values out of the outputs: models would put them into an object that all layers change."""
-        for each in self._configurations.values():
-            each.use_cache = False
-        try:
-            yield
-        finally:
-            for each in self._configurations.values():
-                each.use_cache = True
 
 
 class _Passes(torch.autograd.Function):

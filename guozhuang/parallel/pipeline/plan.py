@@ -21,6 +21,7 @@ from ...world.layout import StageTimes
 from ...world.machine import available_bytes
 from ..axes import WHOLE, Around
 from ..division import disown
+from ..proof.records import unrecorded
 from ..random import Draws
 from .blocks import find_units
 from .cut import MeasuredCalls, PipelineCut, choose_microbatches, cut_for, measure, now_s, table
@@ -138,9 +139,10 @@ class StagePlans:
         key = self._kind(args, kwargs, runs_tail)
         if key not in self._plans:
             microbatch = cut_batch(args, kwargs, self._num_microbatches or self._usual_number)[0]
-            calls = self._observed(microbatch)
-            if not self._stage_of:
-                self._divide(calls, args, kwargs)
+            with unrecorded():
+                calls = self._observed(microbatch)
+                if not self._stage_of:
+                    self._divide(calls, args, kwargs)
             stage_of = self._stages(calls)
             lost = sorted(name for name in calls.parameters if len(self.owners[name]) < self.group.size())
             if lost:
@@ -402,9 +404,3 @@ class StagePlans:
                 known = later[0]
             stage = found[call.name] = known
         return found
-
-
-def without_caches(model: nn.Module) -> Mapping[int, Any]:
-    """Return the configurations of a model's modules that ask for a cache of keys and values, by identity."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    return {id(each): each for each in found if getattr(each, "use_cache", None) is True}

@@ -89,7 +89,7 @@ def train_batch(pipe: GPipe, args: tuple[Any, ...], kwargs: Mapping[str, Any], t
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             what = "an input of model.step requires a gradient, which it does not compute"
             raise UsageError(explain(what, value=tuple(leaf.shape), fix="detach it, or use the schedule gpipe"))
-    with pipe.without_caches(), torch.enable_grad():
+    with pipe.caches.off(), torch.enable_grad():
         is_first = pipe.num_steps == 0
         pipe.num_steps += 1
         plan, microbatches = pipe.plans.cut_batch(args, kwargs, runs_tail=True)

@@ -130,13 +130,23 @@ def observe(
         intercepted(units, on_call),
         sources,
     ):
-        found = model(*args, **kwargs)
+        try:
+            found = model(*args, **kwargs)
+        except NotImplementedError as error:
+            if "meta" not in str(error):
+                raise
+            raise _taken_from_inside(model) from error
     if any(each.is_meta for each in tensors_in(found)):
-        what = "the model returns tensors that were taken from inside of its parts, which other stages compute"
-        fix = "do not ask for them (in Hugging Face models: output_attentions), or use a layout without pp"
-        raise UsageError(explain(what, value=type(found).__name__, fix=fix))
+        raise _taken_from_inside(found)
     tail = sources.of_all(tensors_in(found)) | sources.read
     return ObservedForward(tuple(calls), frozenset(tail), frozenset(sources.changed), frozenset(sources.parameters))
+
+
+def _taken_from_inside(where: Any) -> UsageError:
+    what = "the model uses or returns tensors that were taken from inside of its parts, which other stages compute"
+    asked = "output_attentions, output_hidden_states, output_router_logits"
+    fix = f"do not ask for them (in Hugging Face models: {asked}), or use a layout without pp"
+    return UsageError(explain(what, value=type(where).__name__, fix=fix))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,421 @@
+"""The first batch as a proof: before anything steps, the divided run is compared with the undivided one.
+
+[Note: what is proved] A pipeline assumes that rows are independent and that one forward stands for all; tensor parallelism
+assumes that nothing between two layers looks at all features; both assume that the script takes from the model what the model
+returns. No list of habits is complete, so the result is looked at: outputs, loss, gradients, buffers, attributes of modules and
+the states of random generators, after the first forward of a kind (structure of the model, its mode, kind of inputs), after the
+first backward and before the step. The undivided run is the script itself, see [Note: the reference process] in reference.py.
+Sums over the outputs of each module are kept on both sides, so that the first module that differs can be named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...errors import MismatchError, UsageError, WorldError, explain
+from ...world.layout import MODEL_AXES
+from ...world.machine import available_bytes
+from ..division import division_of, part
+from . import reference
+from .causes import cure, explained
+from .compare import KINDS, Deviation, difference_of, differences_of_forward, first_part, precision
+from .kinds import ProvedModel
+from .records import ForwardRecord, Sums, recording
+from .reference import Reference, ReferenceReport, fork_reference, gradients_of
+from .reports import Reports
+from .undivided import UndividedForm, gathered
+
+if TYPE_CHECKING:
+    from ..axes import Axes
+    from ..prepare import Divided
+
+_log = logging.getLogger("guozhuang")
+# Weights, gradients, and activations that may be as large as both.
+_NEEDS_TIMES = 4
+_MOST_KINDS = 16
+
+
+class _GoingOn(threading.local):
+    """The proof that is going on in this thread, and how many backwards run within each other."""
+
+    def __init__(self) -> None:
+        self.proof: Proof | None = None
+        self.depth = 0
+
+
+going_on = _GoingOn()
+
+
+_num_models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+class Proof:
+    """Proves the forwards of the models that the same ranks hold together. Every rank must make the same calls.
+
+    Args:
+        axes: the groups of the layout, of which some ranks hold one copy of a model together.
+    """
+
+    def __init__(self, axes: Axes) -> None:
+        group = axes.group(*MODEL_AXES)
+        assert group is not None, "a model that is whole needs no proof"
+        self._group, self._axes, self._reports = group, axes, Reports(group, axes.group("dp"))
+        self._models: dict[int, ProvedModel] = {}
+        self._reference: Reference | None = None
+        self._had_backward = self._has_graph = False
+        self._pending: list[tuple[ProvedModel, Hashable]] = []
+        self._tokens: dict[tuple[int, str], Any] = {}
+        self._compared: dict[int, Divided] = {}
+        self._began_s = 0.0
+
+    def add(self, divided: Divided, form: UndividedForm) -> None:
+        """Prove the forwards of a model from now on. Every rank must call it."""
+        # Counted by group, because a rank may have forgotten models, and this proof with them, that another one still has.
+        number = _num_models[self._group] = _num_models.get(self._group, -1) + 1
+        self._models[number] = ProvedModel(divided, form)
+
+    def forward(
+        self, divided: Divided, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Run a forward, and compare it where one of its kind was not compared before.
+
+        Args:
+            divided: the model.
+            args, kwargs: what it is called with: whole, and equal on all ranks.
+            run: runs the divided forward.
+
+        Raises:
+            UsageError: it differs from that of one process; on every rank that holds the same copy of the model.
+        """
+        if self._had_backward and reference.here is None:
+            self._close(proved=True)
+        mine, kind = self._of(divided), None
+        if reference.here is None and going_on.proof is not self:
+            kind = mine.kind((args, kwargs))
+            if kind in mine.kinds or not self._begin(mine, kind):
+                return run()
+        if reference.here is not None:
+            return self._in_reference(divided, args, kwargs)
+        self._pending.append((mine, mine.kind((args, kwargs)) if kind is None else kind))
+        try:
+            with recording(divided.model) as record:
+                found = run()
+        except Exception as error:
+            self._failed(divided, error)
+            raise
+        record.take_outputs(found)
+        self._has_graph = self._has_graph or _has_graph(found)
+        report = self._next_report("forward")
+        if report is not None:
+            self._compare(self._forward_differences(divided, record, report), record.parts, report, divided)
+        if report is None or not self._has_graph:
+            self._close(proved=True)
+        return found
+
+    def batch(
+        self, divided: Divided, inputs: Any, run: Callable[[], Tensor], undivided: Callable[[], Tensor]
+    ) -> Tensor:
+        """Run forward, loss and backward of a batch, and compare them where none of their kind was compared before.
+
+        Args:
+            divided: the model.
+            inputs: what the kind is told by.
+            run: does so with the divided model, and returns the loss.
+            undivided: does so with the model as one process has it.
+
+        Raises:
+            UsageError: as in :meth:`forward`.
+        """
+        if self._had_backward and reference.here is None:
+            self._close(proved=True)
+        mine = self._of(divided)
+        kind = ("batch", mine.kind(inputs))
+        if reference.here is None and (kind in mine.kinds or not self._begin(mine, kind)):
+            return run()
+        going_on.depth += 1
+        try:
+            with recording(divided.model) as record:
+                loss = (run if reference.here is None else undivided)()
+        finally:
+            going_on.depth -= 1
+        if reference.here is not None:
+            told = ReferenceReport(
+                "backward", record=record, loss=float(loss), gradients=gradients_of(self._by_number())
+            )
+            self._tokens = self._tokens_now()
+            reference.here.tell(told)
+            return loss
+        self._pending.append((mine, kind))
+        report = self._next_report("backward")
+        if report is not None:
+            found = self._forward_differences(divided, record, report)
+            self._compare([*found, *self._backward_differences(float(loss), report)], record.parts, report, divided)
+            self._had_backward, self._tokens = True, self._tokens_now()
+        else:
+            self._close(proved=True)
+        return loss
+
+    def after_backward(self, loss: float | None) -> None:
+        """Compare what the first backward has left; in the reference, report it."""
+        if self._had_backward:
+            return
+        self._had_backward, self._tokens = True, self._tokens_now()
+        if reference.here is not None:
+            told = ReferenceReport("backward", loss=loss, gradients=gradients_of(self._by_number()))
+            reference.here.tell(told)
+            return
+        report = self._next_report("backward")
+        if report is None:
+            self._close(proved=True)
+            return
+        self._compare(self._backward_differences(loss, report), {}, report, None)
+
+    def before_step(self) -> None:
+        """Compare what the script has done to gradients and parameters since the backward; in the reference, report it."""
+        if not self._had_backward:
+            return
+        is_changed = self._tokens_now() != self._tokens
+        if reference.here is not None:
+            told = ReferenceReport("step")
+            if is_changed:
+                told.gradients = gradients_of(self._by_number())
+                told.values = {
+                    (i, name): p.detach()
+                    for i, model in self._by_number().items()
+                    for name, p in model.named_parameters()
+                }
+            reference.here.tell(told)
+            reference.here.leave("the optimizer steps")
+        report = self._next_report("step")
+        if report is not None:
+            found: list[Deviation] = []
+            if report.values or report.gradients:
+                found = self._gradient_differences(report, by_script=True)
+            elif is_changed:
+                found = [
+                    Deviation(
+                        "gradient", "", "the script has changed some before the step, and in one process it does not"
+                    )
+                ]
+            self._compare(found, {}, report, None)
+        self._close(proved=True)
+
+    @contextlib.contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """End the reference if this block raises."""
+        try:
+            yield
+        except BaseException:
+            if reference.here is None:
+                self._close(proved=False)
+            raise
+
+    # The work.
+
+    def _failed(self, divided: Divided, error: Exception) -> None:
+        """Say of an error in a divided forward whether one process has it too; the rank with the reference knows."""
+        if isinstance(error, UsageError | MismatchError | WorldError):
+            return
+        layout = self._axes.layout
+        if self._reference is not None and self._reference.next().event == "forward":
+            self._close(proved=False)
+            what = f"under layout {layout} the model's forward fails, and in one process it does not"
+            told = str(error).partition("\n")[0]
+            fix = cure(layout, divided.model)
+            raise UsageError(explain(what, value=f"{type(error).__name__}: {told}", fix=fix)) from error
+        error.add_note(f"This was the first forward of its kind under layout {layout}: {cure(layout, divided.model)}.")
+
+    def _of(self, divided: Divided) -> ProvedModel:
+        return next(each for each in self._models.values() if each.divided() is divided)
+
+    def _alive(self) -> dict[int, Divided]:
+        found = ((i, each.divided()) for i, each in self._models.items())
+        return {i: divided for i, divided in found if divided is not None}
+
+    def _by_number(self) -> dict[int, nn.Module]:
+        """Return the models that are compared."""
+        return {i: divided.model for i, divided in self._compared.items()}
+
+    def _tokens_now(self) -> dict[tuple[int, str], Any]:
+        return {
+            (i, name): (p._version, None if p.grad is None else (id(p.grad), p.grad._version))
+            for i, model in self._by_number().items()
+            for name, p in model.named_parameters()
+        }
+
+    def _begin(self, mine: ProvedModel, kind: Hashable) -> bool:
+        """Fork the reference; return whether there is one, and in it True too. Every rank must call it."""
+        if len(mine.kinds) >= _MOST_KINDS:
+            return False
+        alive = self._alive()
+        parameters = [p for divided in alive.values() for p in divided.model.parameters()]
+        is_first = self._group.rank() == 0
+        lacks = ""
+        if any(p.device.type != "cpu" for p in parameters):
+            lacks = "the model is on an accelerator, whose state no copy of a process has"
+        elif is_first:
+            whole_bytes = sum(
+                (d.shape.numel() if (d := division_of(p)) else p.numel()) * p.itemsize for p in parameters
+            )
+            if (free := available_bytes()) < _NEEDS_TIMES * whole_bytes:
+                needs_gb, free_gb = _NEEDS_TIMES * whole_bytes / 1e9, free / 1e9
+                lacks = f"the undivided step may need {needs_gb:.1f} GB, and {free_gb:.1f} GB are free"
+        holds = any(p.grad is not None and bool(p.grad.any()) for p in parameters)
+        everyones: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyones, (holds, lacks, list(alive)), group=self._group)
+        if any(each for each, _, _ in everyones):
+            return False  # gradients of earlier batches: the next window is waited for
+        why = next((each for _, each, _ in everyones if each), "")
+        if why:
+            mine.kinds.add(kind)
+            if is_first:
+                _log.warning("proof: it is not compared with one process, because %s", why)
+            return False
+        # A model that one rank has forgotten may still be waiting for the collection of garbage on another one.
+        everywhere = set(alive).intersection(*(numbers for _, _, numbers in everyones))
+        self._compared = {number: alive[number] for number in sorted(everywhere)}
+        wholes: dict[int, Tensor] = {}
+        for divided in self._compared.values():
+            wholes |= gathered(divided.model, keeps=is_first)
+        self._began_s = time.monotonic()
+        going_on.proof, self._had_backward, self._has_graph, self._pending = self, False, False, []
+        if is_first:
+            self._reference = fork_reference()
+            if self._reference is None:
+                self._become_undivided(wholes)
+        return True
+
+    def _become_undivided(self, wholes: Mapping[int, Tensor]) -> None:
+        assert reference.here is not None
+        try:
+            for number, divided in self._compared.items():
+                form = self._models[number].form
+                assert form is not None
+                form.restore(wholes)
+                divided.stay_whole()
+        except BaseException as error:
+            reference.here.leave(f"the model cannot be made whole again: {error}")
+
+    def _in_reference(self, divided: Divided, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        assert reference.here is not None
+        if self._had_backward:
+            reference.here.leave("another forward begins")
+        with recording(divided.model) as record:
+            found = divided.model(*args, **kwargs)
+        record.take_outputs(found)
+        self._has_graph = self._has_graph or _has_graph(found)
+        reference.here.tell(ReferenceReport("forward", record=record))
+        if not self._has_graph:
+            reference.here.leave("there is no backward")
+        return found
+
+    def _next_report(self, event: str) -> ReferenceReport | None:
+        """Return the reference's next report on every rank, without its tensors on others; None if it has ended."""
+        report, why = self._reports.next(self._reference, event)
+        if report is None and self._axes.everyone.rank() == 0:
+            _log.warning("proof: not compared with one process from the %s on: %s", event, why)
+        return report
+
+    def _averages(self) -> bool:
+        return any(each.averages() for each in self._compared.values())
+
+    def _forward_differences(self, divided: Divided, record: ForwardRecord, report: ReferenceReport) -> list[Deviation]:
+        is_first = self._group.rank() == 0
+        return list(differences_of_forward(divided.model, record, report.record, is_first))
+
+    def _backward_differences(self, loss: float | None, report: ReferenceReport) -> list[Deviation]:
+        found: list[Deviation] = []
+        if loss is not None and report.loss is not None:
+            apart = difference_of(
+                torch.tensor(loss, dtype=torch.float64), torch.tensor(report.loss, dtype=torch.float64)
+            )
+            limit = precision(torch.get_default_dtype())
+            if apart is not None and not abs(loss - report.loss) <= limit * max(abs(report.loss), 1e-6):
+                found.append(Deviation("loss", "", f"it is {loss:.7g}, and in one process {report.loss:.7g}"))
+        return found + self._gradient_differences(report, by_script=False)
+
+    def _gradient_differences(self, report: ReferenceReport, *, by_script: bool) -> list[Deviation]:
+        found: list[Deviation] = []
+        models = self._by_number()
+        if not all(each.has_exact_gradients for each in self._compared.values()):
+            return found
+        if not self._averages() and self._axes.size("space") * self._axes.size("sequence") > 1:
+            return found  # each rank has what its part of the samples gives
+        total = 0.0
+        for number, model in models.items():
+            for name, parameter in model.named_parameters():
+                if (number, name) not in report.gradients:
+                    continue
+                wanted = self._reports.tensor(report, "gradients", (number, name), is_mean=self._averages())
+                total = max(total, 0.0 if wanted is None else float(wanted.norm()))
+                found += self._differs("gradient", name, parameter, parameter.grad, wanted, total)
+                if (number, name) in report.values:
+                    value = self._reports.tensor(report, "values", (number, name))
+                    found += self._differs("value", name, parameter, parameter, value, 0.0)
+        return found
+
+    def _differs(
+        self, kind: str, name: str, parameter: Tensor, mine: Tensor | None, wanted: Tensor | None, total: float
+    ) -> list[Deviation]:
+        division = division_of(parameter)
+        if division is not None and not division.is_owned:
+            return []
+        if wanted is None:
+            is_zero = mine is None or not bool(mine.any())
+            return [] if is_zero else [Deviation(kind, name, "there is one, and in one process there is none")]
+        if division is not None:
+            wanted = part(wanted, division)
+        if mine is None:
+            return (
+                [Deviation(kind, name, "there is none, and in one process there is one")] if bool(wanted.any()) else []
+            )
+        text = difference_of(mine, wanted, 100 * torch.finfo(wanted.dtype).eps * total)
+        return [] if text is None else [Deviation(kind, name, text)]
+
+    def _compare(
+        self, mine: Sequence[Deviation], parts: Mapping[str, Sums], report: ReferenceReport, divided: Divided | None
+    ) -> None:
+        """Raise on every rank if there is a difference on any."""
+        everyones: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyones, list(mine), group=self._group)
+        found = sorted((KINDS.index(each.kind), rank, each) for rank, some in enumerate(everyones) for each in some)
+        if not found:
+            return
+        name = None
+        if parts or divided is not None:
+            of_ranks: list[Any] = [None] * self._group.size()
+            dist.all_gather_object(of_ranks, dict(parts), group=self._group)
+            name = first_part(report.record.parts, of_ranks)
+        self._close(proved=False)
+        _, rank, first = found[0]
+        members = dist.get_process_group_ranks(self._group)
+        text = explained(first, name, self._axes.layout, None if divided is None else divided.model)
+        raise UsageError(explain(text.what, rank=members[rank], fix=text.fix))
+
+    def _close(self, *, proved: bool) -> None:
+        """End the reference."""
+        if proved:
+            for mine, kind in self._pending:
+                mine.kinds.add(kind)
+            if self._pending and self._axes.everyone.rank() == 0:
+                _log.info("proof: as in one process (compared in %.1f s)", time.monotonic() - self._began_s)
+        if self._reference is not None:
+            self._reference.end()
+        self._reference, self._had_backward, self._pending, self._tokens = None, False, [], {}
+        self._compared = {}
+        going_on.proof = None
+
+
+def _has_graph(found: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(found))

@@ -1,0 +1,61 @@
+"""Of which kind a forward is: forwards of one kind are proved once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils import _pytree as pytree
+
+from .undivided import UndividedForm
+
+if TYPE_CHECKING:
+    from ..prepare import Divided
+
+_num_registered = 0
+
+
+def _note_registration(*_: Any) -> None:
+    global _num_registered
+    _num_registered += 1
+
+
+def watch_registrations() -> None:
+    """Notice from now on when a module gets another part."""
+    register_module_module_registration_hook(_note_registration)
+
+
+class ProvedModel:
+    """What was proved of one model: the kinds of its forwards.
+
+    Args:
+        divided: the model.
+        form: what it was before.
+    """
+
+    def __init__(self, divided: Divided, form: UndividedForm) -> None:
+        self.form: UndividedForm | None = form  # which holds the model
+        self.divided = weakref.ref(divided, self._forget)
+        self.kinds: set[Hashable] = set()
+        self._structure: tuple[int, list[nn.Module], int] = (-1, [], 0)
+
+    def _forget(self, _: object) -> None:
+        self.form = None
+
+    def kind(self, inputs: Any) -> Hashable:
+        """Return the kind of a forward with these inputs."""
+        divided = self.divided()
+        assert divided is not None
+        if self._structure[0] != _num_registered:
+            modules = dict(divided.model.named_modules())
+            told = hash(tuple((name, type(module)) for name, module in modules.items()))
+            self._structure = (_num_registered, list(modules.values()), told)
+        _, modules_now, told = self._structure
+        leaves, spec = pytree.tree_flatten(inputs)
+        given = tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+        num_training = sum(module.training for module in modules_now)
+        return told, num_training, torch.is_grad_enabled(), str(spec), given
