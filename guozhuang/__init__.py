@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         unwrap,
     )
     from .script.accumulate import accumulate
+    from .script.gather import all_gather
+    from .script.global_mean import global_mean
     from .script.rank_zero import print as print
     from .script.rank_zero import rank_zero
     from .script.reduce import reduce
@@ -43,11 +45,13 @@ __all__ = [
     "TrainingState",
     "World",
     "accumulate",
+    "all_gather",
     "averaged_gradients",
     "clip_grad_norm_",
     "compare",
     "epochs",
     "full_tensor",
+    "global_mean",
     "init",
     "keep",
     "launch",
@@ -67,11 +71,13 @@ _LATER = {
     "Tracker": "script.tracking",
     "TrainingState": "checkpoint",
     "accumulate": "script.accumulate",
+    "all_gather": "script.gather",
     "averaged_gradients": "sharding.averaged",
     "clip_grad_norm_": "sharding",
     "compare": "comparison",
     "epochs": "checkpoint",
     "full_tensor": "parallel.guard",
+    "global_mean": "script.global_mean",
     "keep": "checkpoint",
     "launch": "launch",
     "print": "script.rank_zero",

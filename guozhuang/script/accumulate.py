@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import UsageError, explain
 from ..registry import Trained, registry
 from ..strategies import unwrap
+from .global_mean import TokensOfStep, checked_count
 
 
 class accumulate:
@@ -31,18 +32,30 @@ class accumulate:
         if is_last:
             optimizer.step()
 
+    Micro-batches with different numbers of tokens: draw them first, and tell how many tokens this rank has in the step ::
+
+        batches = [next(stream) for _ in range(4)]
+        num_tokens = sum((y != -100).sum() for _, y in batches)
+        for micro in gz.accumulate(model, steps=4, weight=num_tokens):
+            x, y = batches[micro]
+            gz.global_mean(loss_sum(model(x), y), (y != -100).sum()).backward()
+        optimizer.step()
+
     Clip and unscale gradients after the last micro-batch, by ``gz.clip_grad_norm_`` and ``scaler.unscale_(optimizer)``.
 
     Args:
         model: what ``prepare`` returned; also a wrapper of PyTorch with ``no_sync()``, or a plain module.
         steps: micro-batches in one step of the optimizer, at least 1; the same on all ranks.
+        weight: the number of this rank's tokens in all micro-batches of the step, for losses made by ``gz.global_mean``; given
+            on every rank, or on none.
 
     Raises:
-        UsageError: ``steps`` is no count, or differs from that of the micro-batches before; and from ``optimizer.step()`` of a
+        UsageError: ``steps`` is no count, or it or ``weight`` differs from that of the micro-batches before; ``weight`` is not
+            the sum of what ``gz.global_mean`` was given (raised after the last micro-batch); and from ``optimizer.step()`` of a
             prepared optimizer, if micro-batches are missing whose gradients would be exchanged with the last one.
     """
 
-    def __init__(self, model: nn.Module, steps: int) -> None:
+    def __init__(self, model: nn.Module, steps: int, weight: float | Tensor | None = None) -> None:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             what = "`steps` is the number of micro-batches in an optimizer step, at least 1"
             raise UsageError(explain(what, value=steps, fix="pass a whole number"))
@@ -52,10 +65,15 @@ class accumulate:
         self._count = _count_of(self._wrapper, found)
         self._count.forget_dropped(self._wrapper, self._optimizer)
         self._steps = steps
-        self._held: contextlib.AbstractContextManager[Any] | None = None
+        self._weight = None if weight is None else checked_count(weight)
+        self._held: contextlib.ExitStack | None = None
         if self._count.done and self._count.steps != steps:
             what = f"micro-batch {self._count.done + 1} of {self._count.steps} came with another number of steps"
             raise UsageError(explain(what, value=steps, fix="keep the number until the optimizer has stepped"))
+        if self._count.done and self._count.window is not None and self._count.window.weight != self._weight:
+            what = f"micro-batch {self._count.done + 1} of {self._count.steps} came with another `weight`"
+            fix = "give the tokens of the whole step, the same with each of its micro-batches"
+            raise UsageError(explain(what, value=self._weight, fix=fix))
 
     def __iter__(self) -> Iterator[int]:
         """Yield 0 to ``steps - 1``: the number of the micro-batch that the body of the loop computes."""
@@ -73,8 +91,12 @@ class accumulate:
         self._count.steps = self._steps
         if self._count.done == 0:
             self._expect(self._steps)
-        self._held = _hold(self._wrapper, not is_last)
-        self._held.__enter__()
+        if self._count.done == 0 or self._count.window is None:
+            self._count.window = TokensOfStep(self._steps, self._weight)
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(_hold(self._wrapper, not is_last))
+        if self._weight is not None or self._steps > 1:
+            self._held.enter_context(self._count.window.inside())
         return is_last
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -85,6 +107,9 @@ class accumulate:
             self._count.done, self._count.was_cut = max(self._count.done, 1), True
         if self._count.done == 0:
             self._expect(1)
+            window, self._count.window = self._count.window, None
+            if kind is None and window is not None:
+                window.check()
 
     def _expect(self, num_passes: int) -> None:
         """Tell an optimizer that exchanges gradients itself with how many backwards a step comes."""
@@ -99,6 +124,7 @@ class _Count:
     def __init__(self) -> None:
         self.done = self.steps = 0
         self.was_cut = False  # whether an exception or a `break` ended a micro-batch
+        self.window: TokensOfStep | None = None  # what the losses of the step's micro-batches are made of
 
     def forget_dropped(self, model: nn.Module, optimizer: Any) -> None:
         """Begin a new step if the last one was cut and its gradients were dropped since."""

@@ -225,6 +225,75 @@ def steps(rank: int, size: int, strategy: str, loss_of: str, form: str, scaled: 
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=2e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
+# By partition: the numbers of tokens of each rank's micro-batches. The same tokens in all, so the same step.
+PARTITIONS = (((1, 1), (4, 4)), ((1, 4), (1, 4)), ((0, 5), (5, 0)))
+
+
+def tokens(step: int, partition: tuple[tuple[int, ...], ...], rank: int) -> list[Tensor]:
+    """The tokens of each micro-batch of a rank."""
+    sizes = [count for counts in partition for count in counts]
+    first = len(partition[0]) * rank
+    rows = torch.randn(sum(sizes), 6, generator=torch.Generator().manual_seed(step)).split(sizes)
+    return list(rows[first : first + len(partition[rank])])
+
+
+def token_means(rank: int, strategy: str) -> None:
+    expected, expected_optimizer = made()
+    for step in range(STEPS):
+        by_forward(expected, torch.cat([*tokens(step, PARTITIONS[0], 0), *tokens(step, PARTITIONS[0], 1)])).backward()
+        expected_optimizer.step()
+        expected_optimizer.zero_grad()
+    for partition in PARTITIONS:
+        model, optimizer = prepared(strategy)
+        for step in range(STEPS):
+            mine, losses = tokens(step, partition, rank), []
+            num_tokens = sum(map(len, mine))
+            for micro in gz.accumulate(model, steps=2, weight=num_tokens):
+                losses.append(gz.global_mean(model(mine[micro]).square().sum(), torch.tensor(len(mine[micro]))))
+                losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for step in range(STEPS):  # one batch in a step needs no accumulation
+            rows = tokens(step, partition, rank)[1]
+            loss = gz.global_mean(model(rows).square().sum(), len(rows))
+            everyones = torch.cat([tokens(step, partition, r)[1] for r in range(2)])
+            if get(strategy).exact:  # else each rank has weights of its own
+                torch.testing.assert_close(gz.reduce(loss.detach()), by_forward(model, everyones).detach())
+        if get(strategy).exact:
+            for name, value in whole(model).items():
+                torch.testing.assert_close(value, whole(expected)[name], rtol=1e-3, atol=2e-4)
+
+
+def contrast(model: Any, x: Tensor, gather: Callable[[Tensor], Tensor], own: slice = slice(None)) -> Tensor:
+    """A loss of each row against all others."""
+    features = model(x).tanh()
+    everyones = gather(features)
+    scores = (everyones[own] + everyones.T).square()
+    return nn.functional.cross_entropy(scores, torch.arange(len(everyones))[own])
+
+
+def contrasts(rank: int, strategy: str) -> None:
+    """All ranks compute the loss of all rows, or of their own; in the last case ranks have different numbers of rows."""
+    expected, expected_optimizer = made()
+    lengths = ((2, 2), (2, 2), (1, 3))
+    for step, _ in enumerate(lengths):
+        contrast(expected, data(step, 0), lambda features: features).backward()
+        expected_optimizer.step()
+        expected_optimizer.zero_grad()
+    model, optimizer = prepared(strategy)
+    for step, sizes in enumerate(lengths):
+        rows = data(step, 0).split(list(sizes))[rank]
+        own = slice(2 * rank, 2 * rank + 2) if step == 1 else slice(None)
+        contrast(model, rows, gz.all_gather, own).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if get(strategy).exact:
+        for name, value in whole(model).items():
+            torch.testing.assert_close(value, whole(expected)[name], rtol=1e-3, atol=2e-4)
+    with pytest.raises(MismatchError, match=r"rows of different shapes or dtypes"):
+        gz.all_gather(torch.ones(2, 3 + rank))
+
+
 def refuses_a_step_too_early(strategy: str) -> None:
     model, optimizer = prepared(strategy)
     with gz.accumulate(model, steps=2):
@@ -304,6 +373,10 @@ def run_strategies(rank: int, size: int, chosen: list[str], parts: list[str]) ->
                 elif each == "called-parts":
                     if strategy in ("ddp", "torch-ddp"):
                         refuses_parts_that_the_script_calls(strategy)
+                elif each == "tokens":
+                    token_means(rank, strategy)
+                elif each == "contrasts":
+                    contrasts(rank, strategy)
                 elif each == "alone":
                     one_rank_alone(rank, strategy)
                 elif strategy not in DIVIDED or "parts" not in each:  # their parts are whole only inside a forward
@@ -326,6 +399,18 @@ QUICK = ("ddp", "torch-ddp", "horovod", "sharded", "sharded-weights", "parameter
 def test_one_script_under_several_strategies() -> None:
     check(2, QUICK, ["names", "method with+scaler", "too early", "called-parts", "evaluated-parts loop"])
     check(2, ["sharded-weights"], ["alone"])
+
+
+MEANS = ("ddp", "torch-ddp", "sharded", "sharded-gradients", "sharded-weights")
+
+
+def test_means_over_tokens_and_rows_of_all_ranks() -> None:
+    check(2, MEANS, ["tokens", "contrasts"])
+
+
+@pytest.mark.slow
+def test_means_under_every_strategy() -> None:
+    check(2, SEVERAL, ["tokens", "contrasts"], timeout_s=3 * LIMIT_S)
 
 
 @pytest.mark.slow

@@ -86,3 +86,59 @@ def test_hidden_attributes_are_named(monkeypatch: pytest.MonkeyPatch, caplog: py
     quiet = nn.Linear(3, 1)
     gz.prepare(quiet, torch.optim.SGD(quiet.parameters(), lr=0.1), strategy="dp")
     assert "hide" not in caplog.text
+
+
+def test_a_weight_is_the_number_of_tokens_that_losses_are_made_of(
+    pair: tuple[nn.Module, torch.optim.Optimizer],
+) -> None:
+    model, optimizer = pair
+
+    def steps(counts: list[int], weight: float | torch.Tensor) -> None:
+        for micro in gz.accumulate(model, len(counts), weight=weight):
+            gz.global_mean(model(torch.ones(counts[micro], 3)).sum(), counts[micro]).backward()
+
+    for counts in ([2, 6], [8]):  # a sum of 8 equal terms, of which each micro-batch has some
+        steps(counts, torch.tensor(8))
+        assert model.weight.grad.tolist() == [[1.0, 1.0, 1.0]]
+        optimizer.zero_grad()
+    with pytest.raises(UsageError, match=r"`weight` is 9 tokens, and gz\.global_mean was given 8"):
+        steps([2, 6], 9)
+    with pytest.raises(UsageError, match=r"gz\.global_mean was given 0"):
+        for _ in gz.accumulate(model, 2, weight=4):
+            backward(model)
+    with pytest.raises(UsageError, match=r"micro-batch.*weight=num_tokens"):
+        for _ in gz.accumulate(model, 2):
+            gz.global_mean(model(torch.ones(2, 3)).sum(), 2)
+    optimizer.zero_grad()
+    gz.global_mean(model(torch.ones(2, 3)).sum(), 2).backward()  # the window of the step that broke off is gone
+    assert model.weight.grad.tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_a_weight_that_changes_within_a_step_is_refused(pair: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, _ = pair
+    with gz.accumulate(model, 2, weight=3):
+        gz.global_mean(model(torch.ones(1, 3)).sum(), 1).backward()
+    with pytest.raises(UsageError, match="micro-batch 2 of 2 came with another `weight`"):
+        gz.accumulate(model, 2, weight=4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "count", "text"),
+    [
+        (torch.ones(2), 1, "a tensor of one element"),
+        (1.0, 1, "a tensor of one element"),
+        (torch.ones(()), -1, "at least 0"),
+        (torch.ones(()), float("nan"), "at least 0"),
+        (torch.ones(()), 0, "no rank has a token"),
+    ],
+)
+def test_a_mean_of_what_is_no_sum_or_no_count_is_refused(loss: Any, count: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        gz.global_mean(loss, count)
+
+
+def test_one_process_has_all_rows() -> None:
+    rows = torch.ones(2, 3)
+    assert gz.all_gather(rows) is rows
+    with pytest.raises(UsageError, match="a tensor of rows"):
+        gz.all_gather(torch.ones(()))
