@@ -21,9 +21,10 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
@@ -33,6 +34,7 @@ from typing_extensions import override
 from ..data_parallel import DataParallel
 from ..distributed import DistributedDataParallel
 from ..errors import UsageError, explain
+from ..registry import registry
 from ..sharding.whole import is_divided
 
 _log = logging.getLogger("guozhuang")
@@ -168,14 +170,45 @@ class AveragesGradients(StandsForModule):
     _was_called = False
 
     def look_at_steps(self, optimizer: Optimizer) -> None:
-        """Let the optimizer's step raise if there are gradients and nothing went through this wrapper since the last step."""
+        """Let the optimizer's step raise if there are gradients and nothing went through this wrapper since the last step.
+
+        A closure's loss becomes the mean over ranks for optimizers that may decide by it: [Note: losses of closures].
+        """
         this = weakref.ref(self)
 
-        def check(*_: object) -> None:
-            if (wrapper := this()) is not None:
-                wrapper._check_step()
+        def look(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if (wrapper := this()) is None:
+                return None
+            wrapper._check_step()
+            return wrapper._with_mean_loss(args, kwargs) if _may_decide_by_loss(stepped) else None
 
-        optimizer.register_step_pre_hook(check)
+        optimizer.register_step_pre_hook(look)
+
+    def _with_mean_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of an optimizer's step with a closure that returns the mean loss; None if there is none."""
+        if getattr(self, "around", None) is not None:  # an exchange of weights: each rank trains alone
+            return None
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._mean_of(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._mean_of(args[1]), *args[2:]), kwargs
+        return None
+
+    def _mean_of(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        group: dist.ProcessGroup = cast(Any, self).process_group
+
+        @functools.wraps(closure)
+        def averaging() -> Any:
+            loss = closure()
+            if loss is None or group.size() == 1:
+                return loss
+            wide = torch.as_tensor(loss).detach()
+            mean = wide.to(torch.float64 if wide.device.type == "cpu" else torch.float32, copy=True)
+            mean.mul_(registry.weight.among(group.size(), group.rank()) / group.size())
+            dist.all_reduce(mean, group=group)
+            return mean.to(wide.dtype) if isinstance(loss, torch.Tensor) else mean.item()
+
+        return averaging
 
     def _check_step(self) -> None:
         was_called = self._was_called
@@ -194,6 +227,16 @@ class AveragesGradients(StandsForModule):
             self.__dict__["_was_called"] = True
         inside: Any = super()
         return inside._post_forward(outputs)
+
+
+def _may_decide_by_loss(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer may compare the losses that a closure returns.
+
+    [Note: losses of closures] LBFGS searches along a line for a small enough loss. By its own loss each rank would take another
+    step, with averaged gradients all the same. Of PyTorch's optimizers it is the only one; one of another author may do so.
+    """
+    module = type(optimizer).__module__
+    return isinstance(optimizer, torch.optim.LBFGS) or not module.startswith(("torch.optim.", "guozhuang."))
 
 
 class PreparedDDP(AveragesGradients, DistributedDataParallel):  # type: ignore[override]

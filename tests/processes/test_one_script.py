@@ -294,6 +294,53 @@ def contrasts(rank: int, strategy: str) -> None:
         gz.all_gather(torch.ones(2, 3 + rank))
 
 
+class Searching(torch.optim.SGD):
+    """An optimizer of another author, which takes the closure by name and goes back where the loss has grown."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            before = float(closure())
+        kept = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        super().step()
+        with torch.enable_grad():
+            after = closure()
+        if float(after) > before:
+            with torch.no_grad():
+                for p, old in zip((p for group in self.param_groups for p in group["params"]), kept, strict=True):
+                    p.copy_(old)
+        return after
+
+
+def searches(rank: int, strategy: str) -> None:
+    """Optimizers that decide by the loss of a closure decide alike, by the mean of all ranks."""
+    makes = (
+        lambda ps: torch.optim.LBFGS(ps, lr=0.5, max_iter=6, line_search_fn="strong_wolfe"),
+        lambda ps: Searching(ps, lr=20.0),
+    )
+    for make in makes:
+
+        def trained(model: Any, optimizer: Any, rows: Callable[[Tensor], Tensor]) -> list[float]:
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                x = rows(data(step, 0)).double()
+                loss: Tensor = (model(x) - x[:, :1] ** 2).square().mean()
+                loss.backward()
+                return loss
+
+            found = []
+            for step in range(3):
+                found.append(float(optimizer.step(closure=closure) if step else optimizer.step(closure)))
+            return found
+
+        expected, model = made()[0].double(), made()[0].double()
+        losses = trained(expected, make(expected.parameters()), lambda x: x)
+        prepared_model, optimizer = gz.prepare(model, make(model.parameters()), strategy=strategy)
+        found = trained(prepared_model, optimizer, lambda x: x.chunk(2)[rank])
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=1e-7)
+        for name, value in whole(prepared_model).items():
+            torch.testing.assert_close(value, whole(expected)[name], rtol=1e-5, atol=1e-7)
+
+
 def refuses_a_step_too_early(strategy: str) -> None:
     model, optimizer = prepared(strategy)
     with gz.accumulate(model, steps=2):
@@ -375,6 +422,8 @@ def run_strategies(rank: int, size: int, chosen: list[str], parts: list[str]) ->
                         refuses_parts_that_the_script_calls(strategy)
                 elif each == "tokens":
                     token_means(rank, strategy)
+                elif each == "searches":
+                    searches(rank, strategy)
                 elif each == "contrasts":
                     contrasts(rank, strategy)
                 elif each == "alone":
@@ -406,6 +455,7 @@ MEANS = ("ddp", "torch-ddp", "sharded", "sharded-gradients", "sharded-weights")
 
 def test_means_over_tokens_and_rows_of_all_ranks() -> None:
     check(2, MEANS, ["tokens", "contrasts"])
+    check(2, ["ddp", "torch-ddp"], ["searches"])
 
 
 @pytest.mark.slow
