@@ -18,7 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
+from guozhuang.errors import UsageError
 from guozhuang.parallel.guard import full_tensor
+from guozhuang.parallel.proof import first_batch, noise
 from guozhuang.strategies import get
 from guozhuang.strategies.divided import prepare_divided
 from guozhuang.strategies.ways import Setup
@@ -350,3 +352,23 @@ def test_a_habit_is_right_or_refused(kind, habit, layout, expected):
         assert not isinstance(found, str), found
         torch.testing.assert_close(found[0], losses, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(found[1], weights, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("times", [noise.TIMES, 0.0])
+def test_a_gradient_that_is_rounding_alone_differs_from_none(monkeypatch, times):
+    """The mean of squares behind a norm does not depend on what lies before it, but for rounding."""
+    monkeypatch.setattr(first_batch, "TIMES", times)
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(64, eps=1e-12)
+    one = nn.Sequential(nn.Linear(64, 64), *[Block(width=64) for _ in range(3)], norm)
+    models = [copy.deepcopy(one) for _ in range(2)]
+
+    def rank_of(rank, size):
+        optimizer = torch.optim.SGD(models[rank].parameters(), 0.1)
+        model, _ = prepare_divided(models[rank], optimizer, Setup(SimpleNamespace(layout=TENSOR)), get("hybrid"))
+        try:
+            model(torch.linspace(-1, 1, 8 * 64).sin().view(8, 64)).pow(2).mean().backward()
+        except UsageError as error:
+            return str(error)
+
+    assert all(bool(found) == (times == 0) for found in run_threads(rank_of, 2))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..division import division_of, part
+from .noise import TIMES, Noise
 from .records import ForwardRecord, Sums, attribute
 
 #: What can differ, the most telling first: of several differences the first one is shown.
@@ -74,7 +75,7 @@ def difference_of(found: Tensor, wanted: Tensor, floor: float = 0.0) -> str | No
 
 
 def differences_of_forward(
-    model: nn.Module, ours: ForwardRecord, theirs: ForwardRecord, is_first: bool
+    model: nn.Module, ours: ForwardRecord, theirs: ForwardRecord, is_first: bool, noise: Noise
 ) -> Iterator[Deviation]:
     """Yield where a forward differs on this rank, other than in the outputs of modules.
 
@@ -83,6 +84,7 @@ def differences_of_forward(
         ours: this rank's.
         theirs: the reference's.
         is_first: whether this is the rank that the reference is a copy of.
+        noise: what rounding changes.
     """
     for name, (before, after) in theirs.generators.items():
         mine_before, mine_after = ours.generators.get(name, ("", ""))
@@ -98,7 +100,7 @@ def differences_of_forward(
         if found is not None:
             yield Deviation("attribute", key, found)
     if is_first:
-        yield from _differences_of_outputs(ours.outputs, theirs.outputs)
+        yield from _differences_of_outputs(ours.outputs, theirs.outputs, noise)
     buffers = dict(model.named_buffers())
     for name, wanted in theirs.buffers.items():
         mine = buffers.get(name)
@@ -106,17 +108,18 @@ def differences_of_forward(
         if mine is None or (division is not None and not division.is_owned):
             continue
         whole_or_part = wanted if division is None else part(wanted, division)
-        if (found := difference_of(mine, whole_or_part)) is not None:
+        floor = TIMES * noise.get(("buffer", name), 0.0)
+        if (found := difference_of(mine, whole_or_part, floor)) is not None:
             yield Deviation("buffer", name, found)
 
 
-def _differences_of_outputs(ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[Deviation]:
+def _differences_of_outputs(ours: Sequence[Any], theirs: Sequence[Any], noise: Noise) -> Iterator[Deviation]:
     if len(ours) != len(theirs):
         yield Deviation("output", "", f"it has {len(ours)} parts, and in one process {len(theirs)}")
         return
     for i, (mine, wanted) in enumerate(zip(ours, theirs, strict=True)):
         if isinstance(mine, Tensor) and isinstance(wanted, Tensor):
-            found = difference_of(mine, wanted)
+            found = difference_of(mine, wanted, TIMES * noise.get(("output", str(i)), 0.0))
         else:
             found = None if _same(mine, wanted) else f"it is {mine!r}, and in one process {wanted!r}"
         if found is not None:
@@ -157,3 +160,40 @@ def _alike(found: Sums, wanted: Sums, tolerance: float) -> bool:
         and abs(found.squares - wanted.squares) <= tolerance * max(wanted.squares, 1e-300)
         and abs(found.total - wanted.total) <= tolerance * max(scale, 1e-300)
     )
+
+
+def differences_of_loss(loss: float | None, wanted: float | None, noise: Noise) -> Iterator[Deviation]:
+    """Yield how a loss differs, where both are numbers; ``noise`` tells what rounding changes."""
+    if loss is None or wanted is None or loss == wanted or (math.isnan(loss) and math.isnan(wanted)):
+        return
+    limit = precision(torch.get_default_dtype()) * max(abs(wanted), 1e-6) + TIMES * noise.get(("loss", ""), 0.0)
+    if not abs(loss - wanted) <= limit:
+        yield Deviation("loss", "", f"it is {loss:.7g}, and in one process {wanted:.7g}")
+
+
+def differences_of_parameter(
+    kind: str, name: str, parameter: Tensor, mine: Tensor | None, wanted: Tensor | None, floor: float
+) -> list[Deviation]:
+    """Return how this rank's part of a parameter's gradient or value differs: nothing, or one deviation.
+
+    Args:
+        kind: "gradient" or "value".
+        name: of the parameter.
+        parameter: says how it is divided.
+        mine: this rank's part.
+        wanted: the whole one of the reference.
+        floor: the norm of a difference that counts for nothing.
+    """
+    division = division_of(parameter)
+    if division is not None and not division.is_owned:
+        return []
+    if wanted is None:
+        is_zero = mine is None or not bool(mine.any())
+        return [] if is_zero else [Deviation(kind, name, "there is one, and in one process there is none")]
+    if division is not None:
+        wanted = part(wanted, division)
+    if mine is None:
+        is_zero = not bool(wanted.any())
+        return [] if is_zero else [Deviation(kind, name, "there is none, and in one process there is one")]
+    text = difference_of(mine, wanted, floor)
+    return [] if text is None else [Deviation(kind, name, text)]

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +26,21 @@ from torch.utils import _pytree as pytree
 from ...errors import MismatchError, UsageError, WorldError, explain
 from ...world.layout import MODEL_AXES
 from ...world.machine import available_bytes
-from ..division import division_of, part
+from ..division import division_of
 from . import reference
 from .causes import cure, explained
-from .compare import KINDS, Deviation, difference_of, differences_of_forward, first_part, precision
+from .compare import (
+    KINDS,
+    Deviation,
+    differences_of_forward,
+    differences_of_loss,
+    differences_of_parameter,
+    first_part,
+)
 from .kinds import ProvedModel
-from .records import ForwardRecord, Sums, recording
-from .reference import Reference, ReferenceReport, fork_reference, gradients_of
+from .noise import TIMES, Noise, tremble
+from .records import ForwardRecord, recording
+from .reference import Reference, ReferenceReport, fork_reference, gradients_of, values_of
 from .reports import Reports
 from .undivided import UndividedForm, gathered
 
@@ -72,7 +80,9 @@ class Proof:
         assert group is not None, "a model that is whole needs no proof"
         self._group, self._axes, self._reports = group, axes, Reports(group, axes.group("dp"))
         self._models: dict[int, ProvedModel] = {}
+        # What one process computes, and the same with weights that tremble: see [Note: rounding] in noise.py.
         self._reference: Reference | None = None
+        self._trembling: Reference | None = None
         self._had_backward = self._has_graph = False
         self._pending: list[tuple[ProvedModel, Hashable]] = []
         self._tokens: dict[tuple[int, str], Any] = {}
@@ -118,7 +128,9 @@ class Proof:
         self._has_graph = self._has_graph or _has_graph(found)
         report = self._next_report("forward")
         if report is not None:
-            self._compare(self._forward_differences(divided, record, report), record.parts, report, divided)
+            self._compare(
+                lambda noise: self._forward_differences(divided, record, report, noise), report, divided, record
+            )
         if report is None or not self._has_graph:
             self._close(proved=True)
         return found
@@ -159,8 +171,12 @@ class Proof:
         self._pending.append((mine, kind))
         report = self._next_report("backward")
         if report is not None:
-            found = self._forward_differences(divided, record, report)
-            self._compare([*found, *self._backward_differences(float(loss), report)], record.parts, report, divided)
+
+            def differences(noise: Noise) -> list[Deviation]:
+                found = self._forward_differences(divided, record, report, noise)
+                return found + self._backward_differences(float(loss), report, noise)
+
+            self._compare(differences, report, divided, record)
             self._had_backward, self._tokens = True, self._tokens_now()
         else:
             self._close(proved=True)
@@ -179,7 +195,7 @@ class Proof:
         if report is None:
             self._close(proved=True)
             return
-        self._compare(self._backward_differences(loss, report), {}, report, None)
+        self._compare(lambda noise: self._backward_differences(loss, report, noise), report)
 
     def before_step(self) -> None:
         """Compare what the script has done to gradients and parameters since the backward; in the reference, report it."""
@@ -190,25 +206,21 @@ class Proof:
             told = ReferenceReport("step")
             if is_changed:
                 told.gradients = gradients_of(self._by_number())
-                told.values = {
-                    (i, name): p.detach()
-                    for i, model in self._by_number().items()
-                    for name, p in model.named_parameters()
-                }
+                told.values = values_of(self._by_number())
             reference.here.tell(told)
             reference.here.leave("the optimizer steps")
         report = self._next_report("step")
         if report is not None:
-            found: list[Deviation] = []
-            if report.values or report.gradients:
-                found = self._gradient_differences(report, by_script=True)
-            elif is_changed:
-                found = [
-                    Deviation(
-                        "gradient", "", "the script has changed some before the step, and in one process it does not"
-                    )
-                ]
-            self._compare(found, {}, report, None)
+
+            def differences(noise: Noise) -> list[Deviation]:
+                if report.values or report.gradients:
+                    return self._gradient_differences(report, noise)
+                if not is_changed:
+                    return []
+                found = "the script has changed some before the step, and in one process it does not"
+                return [Deviation("gradient", "", found)]
+
+            self._compare(differences, report)
         self._close(proved=True)
 
     @contextlib.contextmanager
@@ -292,8 +304,12 @@ class Proof:
         going_on.proof, self._had_backward, self._has_graph, self._pending = self, False, False, []
         if is_first:
             self._reference = fork_reference()
-            if self._reference is None:
+            if self._reference is not None:
+                self._trembling = fork_reference(waits=True)
+            if self._reference is None or self._trembling is None:
                 self._become_undivided(wholes)
+            if self._reference is not None and self._trembling is None:
+                tremble(divided.model for divided in self._compared.values())
         return True
 
     def _become_undivided(self, wholes: Mapping[int, Tensor]) -> None:
@@ -330,22 +346,17 @@ class Proof:
     def _averages(self) -> bool:
         return any(each.averages() for each in self._compared.values())
 
-    def _forward_differences(self, divided: Divided, record: ForwardRecord, report: ReferenceReport) -> list[Deviation]:
+    def _forward_differences(
+        self, divided: Divided, record: ForwardRecord, report: ReferenceReport, noise: Noise
+    ) -> list[Deviation]:
         is_first = self._group.rank() == 0
-        return list(differences_of_forward(divided.model, record, report.record, is_first))
+        return list(differences_of_forward(divided.model, record, report.record, is_first, noise))
 
-    def _backward_differences(self, loss: float | None, report: ReferenceReport) -> list[Deviation]:
-        found: list[Deviation] = []
-        if loss is not None and report.loss is not None:
-            apart = difference_of(
-                torch.tensor(loss, dtype=torch.float64), torch.tensor(report.loss, dtype=torch.float64)
-            )
-            limit = precision(torch.get_default_dtype())
-            if apart is not None and not abs(loss - report.loss) <= limit * max(abs(report.loss), 1e-6):
-                found.append(Deviation("loss", "", f"it is {loss:.7g}, and in one process {report.loss:.7g}"))
-        return found + self._gradient_differences(report, by_script=False)
+    def _backward_differences(self, loss: float | None, report: ReferenceReport, noise: Noise) -> list[Deviation]:
+        found = list(differences_of_loss(loss, report.loss, noise))
+        return found + self._gradient_differences(report, noise)
 
-    def _gradient_differences(self, report: ReferenceReport, *, by_script: bool) -> list[Deviation]:
+    def _gradient_differences(self, report: ReferenceReport, noise: Noise) -> list[Deviation]:
         found: list[Deviation] = []
         models = self._by_number()
         if not all(each.has_exact_gradients for each in self._compared.values()):
@@ -359,49 +370,44 @@ class Proof:
                     continue
                 wanted = self._reports.tensor(report, "gradients", (number, name), is_mean=self._averages())
                 total = max(total, 0.0 if wanted is None else float(wanted.norm()))
-                found += self._differs("gradient", name, parameter, parameter.grad, wanted, total)
+                floor = 100 * torch.finfo(parameter.dtype).eps * total
+                floor += TIMES * noise.get(("gradient", f"{number}.{name}"), 0.0)
+                found += differences_of_parameter("gradient", name, parameter, parameter.grad, wanted, floor)
                 if (number, name) in report.values:
                     value = self._reports.tensor(report, "values", (number, name))
-                    found += self._differs("value", name, parameter, parameter, value, 0.0)
+                    floor = TIMES * noise.get(("value", f"{number}.{name}"), 0.0)
+                    found += differences_of_parameter("value", name, parameter, parameter, value, floor)
         return found
 
-    def _differs(
-        self, kind: str, name: str, parameter: Tensor, mine: Tensor | None, wanted: Tensor | None, total: float
-    ) -> list[Deviation]:
-        division = division_of(parameter)
-        if division is not None and not division.is_owned:
-            return []
-        if wanted is None:
-            is_zero = mine is None or not bool(mine.any())
-            return [] if is_zero else [Deviation(kind, name, "there is one, and in one process there is none")]
-        if division is not None:
-            wanted = part(wanted, division)
-        if mine is None:
-            return (
-                [Deviation(kind, name, "there is none, and in one process there is one")] if bool(wanted.any()) else []
-            )
-        text = difference_of(mine, wanted, 100 * torch.finfo(wanted.dtype).eps * total)
-        return [] if text is None else [Deviation(kind, name, text)]
-
     def _compare(
-        self, mine: Sequence[Deviation], parts: Mapping[str, Sums], report: ReferenceReport, divided: Divided | None
+        self,
+        differences: Callable[[Noise], list[Deviation]],
+        report: ReferenceReport,
+        divided: Divided | None = None,
+        record: ForwardRecord | None = None,
     ) -> None:
-        """Raise on every rank if there is a difference on any."""
-        everyones: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyones, list(mine), group=self._group)
-        found = sorted((KINDS.index(each.kind), rank, each) for rank, some in enumerate(everyones) for each in some)
+        """Raise on every rank if there is a difference on any that rounding does not explain."""
+        found = self._everyones(differences({}))
+        if found and found[0][0] >= KINDS.index("output"):  # the first ones have nothing to do with rounding
+            found = self._everyones(differences(self._reports.noise(self._trembling)))
         if not found:
             return
         name = None
-        if parts or divided is not None:
+        if record is not None:
             of_ranks: list[Any] = [None] * self._group.size()
-            dist.all_gather_object(of_ranks, dict(parts), group=self._group)
+            dist.all_gather_object(of_ranks, record.parts, group=self._group)
             name = first_part(report.record.parts, of_ranks)
         self._close(proved=False)
         _, rank, first = found[0]
         members = dist.get_process_group_ranks(self._group)
         text = explained(first, name, self._axes.layout, None if divided is None else divided.model)
         raise UsageError(explain(text.what, rank=members[rank], fix=text.fix))
+
+    def _everyones(self, mine: list[Deviation]) -> list[tuple[int, int, Deviation]]:
+        """Return the differences on all ranks, the most telling first, with the numbers of their kinds and ranks."""
+        everyones: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyones, mine, group=self._group)
+        return sorted((KINDS.index(each.kind), rank, each) for rank, some in enumerate(everyones) for each in some)
 
     def _close(self, *, proved: bool) -> None:
         """End the reference."""
@@ -410,8 +416,11 @@ class Proof:
                 mine.kinds.add(kind)
             if self._pending and self._axes.everyone.rank() == 0:
                 _log.info("proof: as in one process (compared in %.1f s)", time.monotonic() - self._began_s)
-        if self._reference is not None:
-            self._reference.end()
+        for each in (self._reference, self._trembling):
+            if each is not None:
+                each.end()
+        self._trembling = None
+        self._reports.begin()
         self._reference, self._had_backward, self._pending, self._tokens = None, False, [], {}
         self._compared = {}
         going_on.proof = None

@@ -63,9 +63,16 @@ class ReferenceReport:
 class Reference:
     """The reference as the process that has forked it sees it."""
 
-    def __init__(self, pid: int, reports: int) -> None:
+    def __init__(self, pid: int, reports: int, go: int | None = None) -> None:
         self._pid, self._reports, self._began_s = pid, reports, time.monotonic()
-        self._ours = os.getpid()
+        self._ours, self._go = os.getpid(), go
+
+    def begin(self) -> None:
+        """Let one that waits begin."""
+        if self._go is not None:
+            os.write(self._go, b"1")
+            os.close(self._go)
+            self._go = None
 
     def next(self) -> ReferenceReport:
         """Return its next report; it waits for one, but not without an end."""
@@ -90,7 +97,9 @@ class Reference:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
         os.close(self._reports)
-        self._pid = 0
+        if self._go is not None:
+            os.close(self._go)
+        self._pid, self._go = 0, None
 
     def __del__(self) -> None:
         self.end()
@@ -148,20 +157,31 @@ def _write(file: int, octets: bytes | memoryview) -> None:
 here: ReferenceSide | None = None
 
 
-def fork_reference() -> Reference | None:
-    """Fork the reference: return it here, and None in it, where :data:`here` is set and the model is still divided."""
+def fork_reference(*, waits: bool = False) -> Reference | None:
+    """Fork a reference: return it here, and None in it, where :data:`here` is set and the model is still divided.
+
+    Args:
+        waits: it begins when it is told to, or never.
+    """
     global here
     receiving, sending = os.pipe()
+    waiting, go = os.pipe() if waits else (None, None)
     state = random.getstate()  # which Python changes in a copy
     pid = os.fork()
     if pid:
         os.close(sending)
-        return Reference(pid, receiving)
+        if waiting is not None:
+            os.close(waiting)
+        return Reference(pid, receiving, go)
     try:
         os.close(receiving)
         random.setstate(state)
         here = ReferenceSide(sending)
         prctl(SET_PDEATHSIG, signal.SIGKILL)
+        if waiting is not None and go is not None:
+            os.close(go)
+            if not os.read(waiting, 1):
+                os._exit(0)
         _keep_to_itself(here)
     except BaseException:
         os._exit(1)
@@ -212,3 +232,8 @@ def _refuse(side: ReferenceSide, kind: Any, is_refused: Callable[[str], bool]) -
 def gradients_of(models: Mapping[int, torch.nn.Module]) -> dict[tuple[int, str], Tensor | None]:
     """Return the gradients of models, by the number of the model and the name of the parameter."""
     return {(number, name): p.grad for number, model in models.items() for name, p in model.named_parameters()}
+
+
+def values_of(models: Mapping[int, torch.nn.Module]) -> dict[tuple[int, str], Tensor]:
+    """Return the values of the parameters of models, by the number of the model and the name of the parameter."""
+    return {(number, name): p.detach() for number, model in models.items() for name, p in model.named_parameters()}

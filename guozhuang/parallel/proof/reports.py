@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .noise import Noise, noise_of
 from .reference import Reference, ReferenceReport
 
 
@@ -23,6 +24,11 @@ class Reports:
     def __init__(self, group: dist.ProcessGroup, copies: dist.ProcessGroup | None) -> None:
         self._group, self._copies = group, copies
         self._full: ReferenceReport | None = None
+        self._count = 0
+
+    def begin(self) -> None:
+        """Begin anew, with another reference."""
+        self._full, self._count = None, 0
 
     def next(self, reference: Reference | None, event: str) -> tuple[ReferenceReport | None, str]:
         """Return the next report, with shapes and dtypes in the place of its tensors; or None, and why there is none.
@@ -36,6 +42,7 @@ class Reports:
         if self._group.rank() == 0:
             assert reference is not None
             self._full = full = self._of_copies(reference.next())
+            self._count += 1
             forms: dict[str, Any] = {
                 table: {key: None if each is None else (each.shape, each.dtype) for key, each in tensors.items()}
                 for table, tensors in (("gradients", full.gradients), ("values", full.values))
@@ -46,6 +53,21 @@ class Reports:
         if report.event == event:
             return report, ""
         return None, report.why or f"the script of one process goes another way ({report.event} in place of {event})"
+
+    def noise(self, trembling: Reference | None) -> Noise:
+        """Return how much what the last report tells depends on rounding; nothing, if that cannot be known.
+
+        Args:
+            trembling: on the first rank, a reference whose weights were changed by as much as rounding changes them.
+        """
+        told: list[Any] = [{}]
+        if trembling is not None and self._full is not None:
+            trembling.begin()
+            reports = [trembling.next() for _ in range(self._count)]
+            told = [noise_of(self._full, reports[-1])]
+        dist.broadcast_object_list(told, group=self._group, group_src=0)
+        found: Noise = told[0]
+        return found
 
     def tensor(
         self, report: ReferenceReport, table: str, key: tuple[int, str], *, is_mean: bool = False
@@ -66,6 +88,7 @@ class Reports:
             tensor: Tensor = getattr(self._full, table)[key].detach()
             tensor = tensor.to_dense() if tensor.is_sparse else tensor.contiguous()
             if is_mean and self._copies is not None:
+                tensor = tensor.clone()
                 dist.all_reduce(tensor, group=self._copies)
                 tensor /= self._copies.size()
         else:

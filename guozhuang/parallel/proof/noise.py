@@ -1,0 +1,71 @@
+"""How much of a difference is rounding: what becomes of a step whose weights are changed in their last bit.
+
+[Note: rounding] Ranks add in another order than one process. Most results then differ by some units in the last place, but some
+by any factor more: gradients that cancel out (of what a norm divides away, of biases before a norm) are nothing but rounding.
+So where something differs, the step of one process is computed once more, with each weight changed by the precision of its
+numbers. What that changes is what no order of additions promises; a difference below some times as much is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from .reference import ReferenceReport
+
+#: The norm of what rounding changes, by kind and name of what was compared.
+Noise: TypeAlias = dict[tuple[str, str], float]
+#: A difference below so many times that is none: more operations round than weights were changed.
+TIMES = 32.0
+
+
+def tremble(models: Iterable[nn.Module]) -> None:
+    """Change each weight by the precision of its numbers, or of those that autocast computes with; up or down."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in {id(p): p for model in models for p in model.parameters()}.values():
+            if parameter.is_floating_point() or parameter.is_complex():
+                signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                parameter.mul_(1 + signs.to(parameter.dtype) * epsilon(parameter.dtype))
+
+
+def epsilon(dtype: torch.dtype) -> float:
+    """Return the precision of numbers, or of those that autocast computes with, if that is less."""
+    found = torch.finfo(dtype).eps
+    if torch.is_autocast_enabled("cpu"):
+        found = max(found, torch.finfo(torch.get_autocast_dtype("cpu")).eps)
+    return found
+
+
+def noise_of(report: ReferenceReport, trembling: ReferenceReport) -> Noise:
+    """Return how far apart two reports of one event are; nothing, if the second is of another one."""
+    found: Noise = {}
+    if report.event != trembling.event:
+        return found
+    if report.loss is not None and trembling.loss is not None:
+        found["loss", ""] = abs(report.loss - trembling.loss)
+    if report.record is not None and trembling.record is not None:
+        pairs = zip(report.record.outputs, trembling.record.outputs, strict=False)
+        for i, (one, other) in enumerate(pairs):
+            _note(found, ("output", str(i)), one, other)
+        for name, one in report.record.buffers.items():
+            _note(found, ("buffer", name), one, trembling.record.buffers.get(name))
+    for kind, table, others in (
+        ("gradient", report.gradients, trembling.gradients),
+        ("value", report.values, trembling.values),
+    ):
+        for key, one in table.items():
+            _note(found, (kind, f"{key[0]}.{key[1]}"), one, others.get(key))
+    return found
+
+
+def _note(found: Noise, key: tuple[str, str], one: object, other: object) -> None:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
+        return
+    if one.is_floating_point() or one.is_complex():
+        apart = (one.detach().to_dense() if one.is_sparse else one.detach()).double()
+        apart = apart - (other.detach().to_dense() if other.is_sparse else other.detach()).double()
+        found[key] = float(torch.nan_to_num(apart).norm())
