@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from guozhuang.data.arguments import check_given, check_options, whole_batch, why_equal
 from guozhuang.data.batches import BatchSampler, num_batches, seed_of
 from guozhuang.data.given import FollowedSampler
 from guozhuang.data.progress import EpochPass, whole_number
 from guozhuang.data.sampler import CommonLength, DistributedSampler, Ends, check_ends, replica
 from guozhuang.data.stream import SelfSharded, StreamShare, StridedStream, check_stream
+from guozhuang.data.waiting import WaitsForWorld, has_world, settle_all
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import registry
 
@@ -59,8 +62,9 @@ def loader(
 ) -> Loader:
     """Return an iterable over the batches of this rank's share of a dataset.
 
-    Every rank must make the same loaders in the same order. If their datasets have different lengths, rank 0 says so, and the
-    epoch ends as ``ends`` asks; see [Note: different lengths] in sampler.py.
+    Every rank must make the same loaders in the same order, before or after ``init`` and ``prepare``: one that was made before
+    takes this rank's share at its first use, which is to come after them. If their datasets have different lengths, rank 0 says
+    so, and the epoch ends as ``ends`` asks; see [Note: different lengths] in sampler.py.
 
     The k-th batches of n ranks together are the k-th batch of one process with ``n * batch_size``, which is
     ``global_batch_size``: a script that states that one trains on the same batches whatever the number of ranks.
@@ -110,10 +114,44 @@ def loader(
     Raises:
         UsageError: one of these values cannot work; the text names it.
     """
+    given = locals()
+    make = functools.partial(_make, **given.pop("options"), **given)
+    waits = not has_world() and rank is None and num_replicas is None and world is None
+    if has_world():
+        settle_all()
+    made = Loader.__new__(Loader) if waits and (shares or registry.shares) is not None else make()  # those are of ranks
+    if waits:
+        made.wait_for_world(make)
+    registry.add_loader(made)
+    return made
+
+
+def _make(
+    dataset: Dataset[Any] | Sized,
+    batch_size: int | None,
+    *,
+    global_batch_size: int | None,
+    shuffle: bool | None,
+    seed: int,
+    ends: Ends | None,
+    shares: Shares | None,
+    num_workers: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    sampler: Any,
+    batch_sampler: Any,
+    rank: int | None,
+    num_replicas: int | None,
+    world: _Ranked | None,
+    drop_last: bool,
+    stride_stream: bool,
+    sharded_stream: bool,
+    **options: Any,
+) -> Loader:
+    """Make a loader of the share that this rank has now; see :func:`loader`."""
     num_workers = whole_number("num_workers", num_workers, least=0)
     seed = whole_number("seed", seed)
     chosen_ends = check_ends(ends, drop_last=False)
-    _check_options(options)
+    check_options(options)
     if world is not None:
         if rank is not None or num_replicas is not None:
             what = "`world` and rank or num_replicas were both given"
@@ -121,13 +159,13 @@ def loader(
         rank, num_replicas = getattr(world, "data_rank", world.rank), getattr(world, "data_size", world.size)
     is_alone = world is None and num_replicas == 1
     num_replicas, rank = replica(num_replicas, rank)
-    whole = _whole_batch(batch_size, global_batch_size, num_replicas, is_divided=shares is not None)
+    whole = whole_batch(batch_size, global_batch_size, num_replicas, is_divided=shares is not None)
     if shares is None and registry.shares is not None and not is_alone:
-        why = _why_equal(dataset, whole, batch_sampler, chosen_ends)
+        why = why_equal(dataset, whole, batch_sampler, chosen_ends)
         shares = None if why else registry.shares  # type: ignore[assignment]
         if why and rank == 0:
             _log.warning("--batch-by %s: a loader keeps equal parts, because %s", registry.shares, why)
-    elif shares is not None and (why := _why_equal(dataset, whole, batch_sampler, chosen_ends)):
+    elif shares is not None and (why := why_equal(dataset, whole, batch_sampler, chosen_ends)):
         fix = "leave `shares` out, or give the loader a dataset with a length and a batch size"
         raise UsageError(
             explain(f"`shares` needs batches that can be divided, and {why}", value=shares, rank=rank, fix=fix)
@@ -169,7 +207,7 @@ def loader(
         what = f"`{name}` is for an IterableDataset"
         raise UsageError(explain(what, value=type(dataset).__name__, fix="leave it out: this dataset is cut by index"))
     elif sampler is not None or batch_sampler is not None:
-        _check_given(sampler, batch_sampler, shuffle, batch_size, drop_last)
+        check_given(sampler, batch_sampler, shuffle, batch_size, drop_last)
         given = sampler if batch_sampler is None else batch_sampler
         share = FollowedSampler(given, *places, seed, chosen_ends)
         if batch_sampler is not None:
@@ -193,7 +231,7 @@ def loader(
     return Loader(share, fetched, batch_size, drop_last, seed, is_alone, (num_replicas, rank), lengths, parts)
 
 
-class Loader:
+class Loader(WaitsForWorld):
     """An iterable over the batches of a rank's share, one pass per ``iter()``; made by ``loader``.
 
     Epochs advance by the rules of ``DistributedSampler``. Only batches that the training loop has received count as taken,
@@ -241,7 +279,6 @@ class Loader:
         self.is_open = False
         self._trains = False  # whether an optimizer has ever stepped after a batch of this loader
         self._num_weights = 0 if parts is None else parts.num_ranks
-        registry.add_loader(self)
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch on this rank, also in a resumed epoch.
@@ -366,58 +403,3 @@ class Loader:
                 self.parts.load(state["shares"])
             state = {key: value for key, value in state.items() if key != "shares"}
         self.sampler.load_state_dict(state)
-
-
-def _whole_batch(
-    batch_size: int | None, global_batch_size: int | None, num_replicas: int, *, is_divided: bool
-) -> int | None:
-    """Return how many samples a batch of all ranks together has; None if the dataset makes the batches."""
-    if global_batch_size is None:
-        return None if batch_size is None else num_replicas * whole_number("batch_size", batch_size, least=1)
-    whole = whole_number("global_batch_size", global_batch_size, least=1)
-    if batch_size != 1:
-        what = "`batch_size` counts per rank and `global_batch_size` all ranks together; both were given"
-        raise UsageError(explain(what, value=(batch_size, whole), fix="pass one of the two"))
-    if is_divided and whole < num_replicas:
-        what = f"`global_batch_size` has fewer samples than there are ranks, {num_replicas}, so a rank would get none"
-        raise UsageError(explain(what, value=whole, fix=f"a global batch of {num_replicas} samples is enough"))
-    if whole % num_replicas and not is_divided:
-        near = f"{max(whole - whole % num_replicas, num_replicas)} or {whole + num_replicas - whole % num_replicas}"
-        what = f"`global_batch_size` is no multiple of the number of ranks, {num_replicas}, so shares would differ"
-        raise UsageError(explain(what, value=whole, fix=f"pass {near}, or start another number of ranks"))
-    return whole
-
-
-def _why_equal(dataset: object, whole: int | None, batch_sampler: object, ends: Ends) -> str:
-    """Return why the batches of a loader cannot be divided into unequal parts: a clause; "" if they can."""
-    if isinstance(dataset, IterableDataset):
-        return "an IterableDataset cannot be cut by index"
-    if batch_sampler is not None or whole is None:
-        return "the " + ("dataset" if batch_sampler is None else "batch sampler") + " makes the batches of single ranks"
-    if ends == "uneven":
-        return 'with ends="uneven" ranks get batches of their own, while parts of a batch use each sample once anyway'
-    return ""
-
-
-def _check_given(
-    sampler: object, batch_sampler: object, shuffle: bool | None, batch_size: int | None, drop_last: bool
-) -> None:
-    if sampler is not None and batch_sampler is not None:
-        raise UsageError(explain("`sampler` and `batch_sampler` were both given", fix="pass one of the two"))
-    name = "batch_sampler" if sampler is None else "sampler"
-    if shuffle:
-        what = f"`shuffle=True` was given, and `{name}` decides the order"
-        raise UsageError(explain(what, fix="pass one of the two"))
-    if batch_sampler is not None and (batch_size != 1 or drop_last):
-        what = "`batch_sampler` makes the batches, so their size and the smaller last one are its own"
-        fix = "leave batch_size, global_batch_size and drop_last out"
-        raise UsageError(explain(what, value=(batch_size, drop_last), fix=fix))
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    if options.get("generator") is not None:
-        what = "`generator` was given, but shuffle and workers are seeded by `seed`"
-        raise UsageError(explain(what, fix="pass seed=... instead"))
-    if not options.get("in_order", True):
-        what = "`in_order=False` gives batches out of order, so that a state could not say which were used"
-        raise UsageError(explain(what, fix="leave it out"))

@@ -142,7 +142,7 @@ def prepare_unseen(
     world = current()
     if world is None:
         world = init()
-        _refuse_loaders_of_one_rank(world)
+    _refuse_loaders_of_no_world(world)
     asked_for = strategy if strategy is not None else requested_strategy()
     chosen = get(asked_for if asked_for is not None else DEFAULT)
     num_groups = requested_groups()
@@ -211,7 +211,7 @@ def _lay_out(world: World, chosen: Strategy, layout: str | None, *, is_named: bo
     made_before_init = 1 if world.layout.dp > 1 else wanted.dp
     if wanted != world.layout:
         world = lay_out(wanted)
-    shares = {each.num_replicas for each in registry.loaders if not each.is_alone}
+    shares = {each.num_replicas for each in registry.loaders if each.is_settled and not each.is_alone}
     if shares - {wanted.dp, made_before_init}:
         what = f"gz.loader() was called before gz.prepare(), which gives the ranks {wanted.dp} shares of the data"
         fix = "make the loader after prepare(), or give the layout to `guozhuang run --layout`"
@@ -291,11 +291,11 @@ class PreparedAlready:
         return frozenset, ()
 
 
-def _refuse_loaders_of_one_rank(world: World) -> None:
-    """Raise if the script made loaders before it entered a world of several ranks: each rank would train on everything."""
-    if world.size > 1 and any(loader.num_replicas == 1 for loader in registry.loaders):
-        what = "gz.loader() was called before gz.init() and gz.prepare(), so every rank would get all samples"
-        fix = "call gz.init() first, or make the loader after prepare()"
+def _refuse_loaders_of_no_world(world: World) -> None:
+    """Raise if the script used loaders before it entered a world of several ranks: each rank would train on everything."""
+    if world.size > 1 and any(loader.is_settled and loader.is_of_no_world for loader in registry.loaders):
+        what = "gz.loader() was used before gz.init() and gz.prepare(), so every rank would get all samples"
+        fix = "call gz.init() first, or ask for batches and len() after prepare(); num_replicas=1 if all samples are meant"
         raise UsageError(explain(what, value=f"{world.size} ranks", rank=world.rank, fix=fix))
 
 

@@ -476,6 +476,37 @@ def test_accumulated_steps_are_those_of_one_big_batch(part: str) -> None:
     check(2, SEVERAL, [part], timeout_s=3 * LIMIT_S)
 
 
+def early_loaders(rank: int, size: int) -> list[Any]:
+    """Loaders that are made before the world, and used in another order than they were made in, next to a later one."""
+    train = gz.loader(range(10), 1, shuffle=False)
+    divided = gz.loader(range(12), global_batch_size=4, shares=[3, 1], shuffle=False)
+    odd = gz.loader(range(4), global_batch_size=3, shuffle=False)
+    with pytest.raises(UsageError, match="is not known"):  # what is wrong for any rank is said at once
+        gz.loader(range(4), ends="never")  # type: ignore[arg-type]
+    assert not train.is_settled
+    gz.prepare(*made(), strategy="ddp")
+    later = gz.loader(range(6 + rank), 1, shuffle=False, ends="drop")
+    found = [[batch.tolist() for batch in each] for each in ((divided, train) if rank else (train, divided))]
+    with pytest.raises(UsageError, match="`global_batch_size` is no multiple"):
+        next(iter(odd))
+    used_too_early = gz.loader(range(4), num_replicas=1, rank=0)
+    assert len(later) == 3 and len(train) == 5 and len(used_too_early) == 4
+    gz.shutdown()
+    early = gz.loader(range(4))
+    assert len(early) == 4
+    gz.init(timeout_s=GROUP_TIMEOUT_S)
+    with pytest.raises(UsageError, match=r"gz\.loader\(\) was used before gz\.init\(\)"):
+        gz.prepare(*made(), strategy="ddp")
+    gz.shutdown()
+    return found[:: -1 if rank else 1]
+
+
+def test_loaders_made_before_the_world_take_their_share_at_their_first_use() -> None:
+    found = run_ranks(early_loaders, 2, init=False)
+    assert found[0] == [[[0], [2], [4], [6], [8]], [[0, 1, 2], [4, 5, 6], [8, 9, 10]]]
+    assert found[1] == [[[1], [3], [5], [7], [9]], [[3], [7], [11]]]
+
+
 def count_exchanges(rank: int, size: int) -> dict[str, list[int]]:
     gz.init(backend="gloo", timeout_s=GROUP_TIMEOUT_S)
     found = {name: reductions(name) for name in ("ddp", "torch-ddp", "sharded", "sharded-gradients", "bf16")}
