@@ -31,6 +31,16 @@ class Deviation(NamedTuple):
     found: str
 
 
+def token_of(tensor: Tensor | None) -> tuple[float, float] | None:
+    """Return what tells whether a tensor has changed since, also by way of ``.data``, which no version shows."""
+    if tensor is None:
+        return None
+    values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    values = values.double()
+    return float(values.sum()), float(values.square().sum())
+
+
 def precision(dtype: torch.dtype) -> float:
     """Return how far apart results may be, relative to their norm, that differ by the order of additions alone."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):

@@ -36,6 +36,7 @@ from .compare import (
     differences_of_loss,
     differences_of_parameter,
     first_part,
+    token_of,
 )
 from .kinds import ProvedModel
 from .noise import TIMES, Noise, tremble
@@ -87,7 +88,6 @@ class Proof:
         self._pending: list[tuple[ProvedModel, Hashable]] = []
         self._tokens: dict[tuple[int, str], Any] = {}
         self._compared: dict[int, Divided] = {}
-        self._began_s = 0.0
 
     def add(self, divided: Divided, form: UndividedForm) -> None:
         """Prove the forwards of a model from now on. Every rank must call it."""
@@ -261,7 +261,7 @@ class Proof:
 
     def _tokens_now(self) -> dict[tuple[int, str], Any]:
         return {
-            (i, name): (p._version, None if p.grad is None else (id(p.grad), p.grad._version))
+            (i, name): (token_of(p), token_of(p.grad))
             for i, model in self._by_number().items()
             for name, p in model.named_parameters()
         }
