@@ -39,7 +39,7 @@ def holders_of(tensor: Tensor) -> int:
 
 def has_plain_weight(part: nn.Module, kind: type[nn.Module], smallest_bytes: int) -> bool:
     """Tell whether a layer has the forward of PyTorch's class ``kind``, and a row-major weight of at least so many bytes."""
-    weight = getattr(part, "weight", None)
+    weight = part._parameters.get("weight")  # read as an attribute, a parametrized one would be computed
     return (
         type(part).forward is kind.forward
         and isinstance(weight, nn.Parameter)

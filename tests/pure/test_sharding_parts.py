@@ -20,6 +20,8 @@ from guozhuang.sharding.elementwise import ELEMENTWISE, needs_whole_tensors, ste
 from guozhuang.sharding.fully import repeated_blocks
 from guozhuang.sharding.gathered import Arriving, Gathering
 from guozhuang.sharding.parts import ALIGN_ELEMENTS, BucketLayout, Member, in_memory_order, lay_out
+from guozhuang.sharding.shared.embedding_rows import embeddings_of
+from guozhuang.sharding.shared.linear_gradients import linear_layers_of
 from guozhuang.sharding.state import apart, cut, is_elementwise, regroup
 from tests.drawing import examples
 
@@ -367,3 +369,11 @@ def test_repeated_blocks_are_the_outermost_and_own_their_parameters() -> None:
     )
     assert repeated_blocks(stages) == [stages[1], stages[2]]
     assert repeated_blocks(nn.Linear(2, 2)) == []
+
+
+def test_a_parametrization_is_not_computed_to_look_at_a_layer() -> None:
+    """spectral_norm goes one step of its power iteration each time that the weight is read."""
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(1000, 600))
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    assert not linear_layers_of(layer) and not embeddings_of(layer)
+    assert all(value.equal(before[name]) for name, value in layer.state_dict().items())
