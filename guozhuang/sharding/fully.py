@@ -54,7 +54,7 @@ def shard_fully(
 
     Raises:
         UsageError: the optimizer cannot follow its parameters (LBFGS, SparseAdam), its state has neither one value
-            per element nor one per parameter, or a parameter has no dimension.
+            per element nor one per parameter, or a parameter has no dimension, no elements or hooks.
         MismatchError: ranks hold different models.
     """
     from torch.distributed.fsdp import fully_shard
@@ -66,10 +66,7 @@ def shard_fully(
     if who in _CANNOT_FOLLOW:
         what = f"{who} cannot step divided weights: {_CANNOT_FOLLOW[who]}"
         raise UsageError(explain(what, fix=f"train with the strategy {'ddp' if who in WHY_NOT else 'sharded'}"))
-    flat = [name for name, p in model.named_parameters() if p.dim() == 0]
-    if flat:
-        what = "fully_shard divides along the first dimension, and some parameters have none"
-        raise UsageError(explain(what, value=flat, fix="give them shape (1,), or train with the strategy sharded"))
+    _check_parameters(model)
     if all(p.device.type == "cpu" for p in model.parameters()):
         model = use_on_cpu(model)
     start_equal(model, group)
@@ -102,6 +99,29 @@ def shard_fully(
     new_names, new_parameters = list(new), list(new.values())
     optimizer.register_step_pre_hook(lambda *_: watch.look_at(new_names, new_parameters, next(numbers)))
     return model, optimizer
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Raise UsageError for parameters that fully_shard cannot divide, or whose hooks would be lost."""
+    named = dict(model.named_parameters())
+    if flat := [name for name, p in named.items() if p.dim() == 0]:
+        what = "fully_shard divides along the first dimension, and some parameters have none"
+        raise UsageError(explain(what, value=flat, fix="give them shape (1,), or train with the strategy sharded"))
+    if empty := [name for name, p in named.items() if p.numel() == 0]:
+        what = "fully_shard cannot reduce gradients without elements"
+        raise UsageError(
+            explain(what, value=empty, fix="leave these parameters out, or train with the strategy sharded")
+        )
+    if hooked := [name for name, p in named.items() if _has_hooks(p)]:
+        what = "fully_shard replaces parameters by new ones, which do not have the hooks that the script has registered on them"
+        fix = "register them on the parameters of the prepared model, whose gradients are parts, or train with the strategy ddp"
+        raise UsageError(explain(what, value=hooked, fix=fix))
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    """Return whether the script has registered hooks on a parameter; those of this package follow the new parameters."""
+    hooks = [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("guozhuang.") for hook in hooks)
 
 
 class Together:
