@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -178,3 +179,8 @@ def terminal_table(title: str, headings: Sequence[str], num_left: int, *, no_wra
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number < num_left else "right", vertical="bottom", no_wrap=no_wrap)
     return table
+
+
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """Return a path as text that can be printed: bytes of a name that are no text are shown as ``\\xe9``."""
+    return os.fsencode(path).decode(errors="backslashreplace")

@@ -27,6 +27,7 @@ from guozhuang.groups.subgroups import timeout_s
 from guozhuang.net.end_request import EndRequest
 from guozhuang.net.store import next_part
 from guozhuang.registry import registry
+from guozhuang.units import shown_path
 from guozhuang.watch.processes import ENDED_BY_SIGTERM
 from guozhuang.world import before_leaving, requested_checkpoint
 from guozhuang.world.torchrun import store_of_launcher
@@ -246,7 +247,7 @@ def _apply(checkpoint: Path, shared: Any, own: Any, first: Any, manifest: dict[s
     notes = state.restore(shared, own, first, manifest)
     _of_all("")  # under ``sharded`` ranks share memory: none goes on before all have written
     if rank == 0:
-        _log.warning("goes on from %s, saved %s", checkpoint, manifest["saved_at"])
+        _log.warning("goes on from %s, saved %s", shown_path(checkpoint), manifest["saved_at"])
         for note in notes:
             _log.warning("%s: %s", checkpoint.name, note)
 
@@ -345,7 +346,9 @@ def _end(saver: Saver) -> NoReturn:
     saver.outcome()
     where = saver.folder.of(_saving.state.step)
     if place()[0] == 0 and where.is_dir():  # otherwise the log says already why it is not
-        _log.warning("the run was asked to end, and %s is saved; the same command goes on from there", where)
+        _log.warning(
+            "the run was asked to end, and %s is saved; the same command goes on from there", shown_path(where)
+        )
     raise SystemExit(ENDED_BY_SIGTERM)
 
 

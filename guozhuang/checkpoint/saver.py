@@ -32,7 +32,7 @@ from guozhuang.errors import CheckpointError, MismatchError, explain
 from guozhuang.groups.serial import SerialThread, SerialWork
 from guozhuang.net.client import look_s
 from guozhuang.net.ended import ended_with_0
-from guozhuang.units import listed
+from guozhuang.units import listed, shown_path
 from guozhuang.units import size as shown_size
 
 # The longest wait of one rank for the files of another one: a disk of 1 MB/s takes so long for 1.8 GB.
@@ -229,14 +229,14 @@ class Saver:
             last = (
                 "there is none yet"
                 if self._last_whole is None
-                else f"the last one is {self.folder.of(self._last_whole)}"
+                else f"the last one is {shown_path(self.folder.of(self._last_whole))}"
             )
             _log.warning("the checkpoint of step %d was given up: %s; %s", save.step, save.failure or save.differ, last)
         else:
             self._last_whole = snapshot.step
             size = sum(tensor.nbytes for part in (snapshot.shared, snapshot.own) for tensor in part.tensors.values())
             took_s = time.monotonic() - began
-            _log.info("saved %s in %.1f s: %s", self.folder.of(save.step), took_s, shown_size(size))
+            _log.info("saved %s in %.1f s: %s", shown_path(self.folder.of(save.step)), took_s, shown_size(size))
         try:
             self.board.post(f"{save.number}/outcome", {"failure": save.failure, "differ": save.differ})
         except RuntimeError as error:  # the store is gone, and with it the other ranks

@@ -317,7 +317,7 @@ def saved_once(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         for p in model.parameters():
             p.zero_()
     state.check(shared.state, own.state)
-    state.restore(shared.state, own.state, state.about())
+    state.restore(shared.state, own.state, own.state, state.about())
     assert_same_state(dict(model.state_dict()), dict(before[0]))
     assert_same_state([each.state_dict() for each in optimizers], before[1:])
     registry.clear()
