@@ -6,6 +6,7 @@ let other threads run, and flushed to the disk before the manifest names them. R
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from guozhuang.errors import CheckpointError, explain
+from guozhuang.units import shown_path
 
 _PIECE_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the package safetensors
@@ -180,7 +182,7 @@ def read_tensors(folder: Path, name: str, facts: Facts, *, afresh: bool = False)
     wanted = facts.get("tensors", {})
     found = {}
     try:
-        with safetensors.safe_open(folder / name, framework="pt") as file:
+        with _named_by_text(folder / name) as path, safetensors.safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - it is no mapping
                 found[key] = file.get_tensor(key)
     except (
@@ -199,6 +201,21 @@ def read_tensors(folder: Path, name: str, facts: Facts, *, afresh: bool = False)
         if digest(tensor) != wanted[key]:
             raise broken(folder, f"the tensor {key} in {name} does not have the bytes that were written")
     return found
+
+
+@contextlib.contextmanager
+def _named_by_text(path: Path) -> Iterator[Path]:
+    """Yield a path to a file that is text, which safetensors asks for: its own, or that of its descriptor."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            yield Path(f"/dev/fd/{descriptor}")
+        finally:
+            os.close(descriptor)
+    else:
+        yield path
 
 
 def _open(folder: Path, name: str, facts: Facts, afresh: bool, num_bytes: int, *, is_header: bool = False) -> bytes:
@@ -228,4 +245,4 @@ def _open(folder: Path, name: str, facts: Facts, afresh: bool, num_bytes: int, *
 
 def broken(folder: Path, why: str) -> CheckpointError:
     """Compose the error for a checkpoint that is not as it was written."""
-    return CheckpointError(explain(f"the checkpoint {folder} is not whole: {why}"))
+    return CheckpointError(explain(f"the checkpoint {shown_path(folder)} is not whole: {why}"))
