@@ -39,10 +39,10 @@ def explained(difference: Deviation, part: str | None, layout: Layout, model: nn
             f"under layout {layout} the model's forward leaves another attribute {name!r} than in one process: {found}"
         )
         fix = f"return it from forward, keep it in a buffer of a part, or change it outside of forward, {_ELSE}"
-    elif kind in ("part", "output", "buffer"):
+    elif kind in ("output", "buffer"):
         where = f"; the first part whose output differs is {part!r}" if part else ""
         when = "" if is_training is None or is_training else " in evaluation"
-        subject = {"output": "the model's output", "buffer": f"the buffer {name!r}"}.get(kind, name)
+        subject = "the model's output" if kind == "output" else f"the buffer {name!r}"
         if kind == "output" and name:
             subject += f" number {name}"
         what = f"under layout {layout} {subject} is not that of one process{when}: {found}{where}"

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..division import division_of, part
-from .noise import TIMES, Noise
+from .noise import TIMES, Noise, dense, epsilon
 from .records import ForwardRecord, Sums, attribute
 
 #: What can differ, the most telling first: of several differences the first one is shown.
-KINDS = ("generator", "attribute", "part", "output", "buffer", "loss", "gradient", "value")
+KINDS = ("generator", "attribute", "output", "buffer", "loss", "gradient", "value")
 
 
 class Deviation(NamedTuple):
@@ -22,7 +22,7 @@ class Deviation(NamedTuple):
 
     Attributes:
         kind: one of :data:`KINDS`.
-        name: of the generator, attribute, module, output, buffer or parameter.
+        name: of the generator, attribute, output, buffer or parameter.
         found: what was found, in words.
     """
 
@@ -35,7 +35,7 @@ def token_of(tensor: Tensor | None) -> tuple[float, float] | None:
     """Return what tells whether a tensor has changed since, also by way of ``.data``, which no version shows."""
     if tensor is None:
         return None
-    values = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    values = dense(tensor)
     values = torch.view_as_real(values) if values.is_complex() else values
     values = values.double()
     return float(values.sum()), float(values.square().sum())
@@ -43,11 +43,7 @@ def token_of(tensor: Tensor | None) -> tuple[float, float] | None:
 
 def precision(dtype: torch.dtype) -> float:
     """Return how far apart results may be, relative to their norm, that differ by the order of additions alone."""
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
-        lower = torch.get_autocast_dtype(device)
-        dtype = max((dtype, lower), key=lambda each: torch.finfo(each).eps)
-    return math.sqrt(torch.finfo(dtype).eps)
+    return math.sqrt(epsilon(dtype))
 
 
 def difference_of(found: Tensor, wanted: Tensor, floor: float = 0.0) -> str | None:
@@ -65,8 +61,7 @@ def difference_of(found: Tensor, wanted: Tensor, floor: float = 0.0) -> str | No
         num = int((found != wanted).sum())
         return f"{num} of {found.numel()} elements are others than in one process" if num else None
     limit = precision(found.dtype if not found.is_complex() else found.real.dtype)
-    ours, theirs = found.detach().to_dense() if found.is_sparse else found.detach(), wanted
-    theirs = theirs.to_dense() if theirs.is_sparse else theirs
+    ours, theirs = dense(found), dense(wanted)
     is_fine, was_fine = torch.isfinite(ours), torch.isfinite(theirs)
     if bool((is_fine != was_fine).any()):
         return "it is not finite where one process has a number, or the other way round"

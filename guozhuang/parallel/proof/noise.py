@@ -34,10 +34,13 @@ def tremble(models: Iterable[nn.Module]) -> None:
 
 def epsilon(dtype: torch.dtype) -> float:
     """Return the precision of numbers, or of those that autocast computes with, if that is less."""
-    found = torch.finfo(dtype).eps
-    if torch.is_autocast_enabled("cpu"):
-        found = max(found, torch.finfo(torch.get_autocast_dtype("cpu")).eps)
-    return found
+    lower = [torch.get_autocast_dtype(each) for each in ("cpu", "cuda") if torch.is_autocast_enabled(each)]
+    return max(torch.finfo(each).eps for each in (dtype, *lower))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor, detached, also of a sparse one."""
+    return tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
 
 
 def noise_of(report: ReferenceReport, trembling: ReferenceReport) -> Noise:
@@ -66,6 +69,4 @@ def _note(found: Noise, key: tuple[str, str], one: object, other: object) -> Non
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
         return
     if one.is_floating_point() or one.is_complex():
-        apart = (one.detach().to_dense() if one.is_sparse else one.detach()).double()
-        apart = apart - (other.detach().to_dense() if other.is_sparse else other.detach()).double()
-        found[key] = float(torch.nan_to_num(apart).norm())
+        found[key] = float(torch.nan_to_num(dense(one).double() - dense(other).double()).norm())

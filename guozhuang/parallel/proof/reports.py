@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .noise import Noise, noise_of
+from .noise import Noise, dense, noise_of
 from .reference import Reference, ReferenceReport
 
 
@@ -85,8 +85,7 @@ class Reports:
             return None
         shape, dtype = form
         if self._full is not None:
-            tensor: Tensor = getattr(self._full, table)[key].detach()
-            tensor = tensor.to_dense() if tensor.is_sparse else tensor.contiguous()
+            tensor = dense(getattr(self._full, table)[key]).contiguous()
             if is_mean and self._copies is not None:
                 tensor = tensor.clone()
                 dist.all_reduce(tensor, group=self._copies)
