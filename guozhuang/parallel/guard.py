@@ -58,21 +58,13 @@ def _torch_function(cls: type, func: Any, types: Any, args: tuple[Any, ...] = ()
         return found if found is None or _is_known(sys._getframe(1)) else _guarded(found, given)
     if name in _ALLOWED or _is_known(sys._getframe(1)):
         return _run(func, args, kwargs)
-    guarded = [each for each in pytree.tree_leaves((args, kwargs or {})) if isinstance(each, _KINDS)]
-    division = part_of(guarded[0])
-    base = name.removeprefix("_foreach_")
-    if (
-        division is not None
-        and is_elementwise(base)
-        and all(
-            _goes_with(each, division) for each in pytree.tree_leaves((args, kwargs or {})) if isinstance(each, Tensor)
-        )
-    ):
-        if base == "data =":
-            raise _refusal(name, guarded[0])
-        found = _run(func, args, kwargs)
-        return pytree.tree_map_only(Tensor, lambda each: _guarded(each, guarded[0]), found)
-    raise _refusal(name, guarded[0])
+    tensors = [each for each in pytree.tree_leaves((args, kwargs or {})) if isinstance(each, Tensor)]
+    source = next(each for each in tensors if isinstance(each, _KINDS))
+    division = part_of(source)
+    does_each = is_elementwise(name.removeprefix("_foreach_"))
+    if division is None or not does_each or not all(_goes_with(each, division) for each in tensors):
+        raise _refusal(name, source)
+    return pytree.tree_map_only(Tensor, lambda each: _guarded(each, source), _run(func, args, kwargs))
 
 
 class GuardedParameter(nn.Parameter):
