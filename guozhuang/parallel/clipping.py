@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from ..errors import UsageError, explain
-from .division import division_of, is_of_one_stage, norm_of
+from .division import checked_norm, division_of, is_of_one_stage, norm_of
 from .guard import unreadable
 
 _divided_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
@@ -38,29 +38,25 @@ def _total_norm(
     held = _divided_parameters()
     clipped = _clipped(sys._getframe(1))
     if clipped and is_of_one_stage(clipped, held):
-        return norm_on_stage(clipped, norm_type, error_if_nonfinite)
+        return _norm_on_stage(clipped, norm_type, error_if_nonfinite)
     chosen = [p for p in held if p.grad is not None and id(p.grad) in wanted]
-    idle = None if given else _idle(held)
-    if not chosen and idle is None:
-        return _torchs_total_norm(given, norm_type, error_if_nonfinite, foreach)
     divided = {id(p.grad): p for p in chosen}
-    parameters = [divided.get(id(each), each) for each in given] or [idle]
-    total = _checked(norm_of(parameters, given or [None], float(norm_type)), norm_type, error_if_nonfinite)
-    return total.to(given[0].dtype.to_real() if given else torch.get_default_dtype())
+    parameters = [divided.get(id(each), each) for each in given] or _without_gradients(clipped, held)
+    if not chosen and (given or not parameters):
+        return _torchs_total_norm(given, norm_type, error_if_nonfinite, foreach)
+    total = norm_of(parameters, given or [None] * len(parameters), float(norm_type))
+    total = checked_norm(total, norm_type, error_if_nonfinite)
+    known = given or clipped
+    return total.to(known[0].dtype.to_real() if known else torch.get_default_dtype())
 
 
-def norm_on_stage(clipped: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+def _norm_on_stage(clipped: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Return the norm of the gradients of parameters of one stage; on other stages something that nobody can read."""
     total = norm_of(clipped, [p.grad for p in clipped], float(norm_type), is_of_stage=True).to(clipped[0].dtype)
     division = division_of(clipped[0])
     if division is not None and not division.is_owned:
         return unreadable(clipped[0])
-    return _checked(total, norm_type, error_if_nonfinite)
-
-
-def clips_one_stage(parameters: Sequence[Tensor]) -> bool:
-    """Tell whether a script that clips these together means one stage's: [Note: clipping by parts] in division.py."""
-    return is_of_one_stage(parameters, _divided_parameters())
+    return checked_norm(total, norm_type, error_if_nonfinite)
 
 
 def _divided_parameters() -> list[nn.Parameter]:
@@ -74,11 +70,12 @@ def _clipped(frame: FrameType) -> list[Tensor]:
     return [each for each in frame.f_locals.get("parameters", ()) if isinstance(each, Tensor)]
 
 
-def _checked(total: Tensor, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        what = f"the total norm of order {norm_type:g} of the gradients is not finite, so they cannot be clipped"
-        raise RuntimeError(explain(what, value=float(total), fix="look for the step that made them so"))
-    return total
+def _without_gradients(clipped: Sequence[Tensor], held: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parameters by which this rank takes part in a norm of which it has no gradients; none, if it does not."""
+    if any(division_of(each) is not None for each in clipped):
+        return list(clipped)
+    idle = _idle(held)
+    return [] if idle is None else [idle]
 
 
 def _idle(held: Sequence[Tensor]) -> Tensor | None:

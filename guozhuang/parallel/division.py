@@ -264,6 +264,19 @@ def norm_of_parts(
     return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).reshape(())
 
 
+def checked_norm(total: Tensor, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """Return a norm by which gradients are to be clipped.
+
+    Raises:
+        RuntimeError: it is not finite, and that is an error.
+    """
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        what = f"the total norm of order {norm_type:g} of the gradients is not finite, so they cannot be clipped"
+        fix = "look for the step that made them so, or leave error_if_nonfinite out"
+        raise RuntimeError(explain(what, value=float(total), fix=fix))
+    return total
+
+
 def norm_of_blocks(
     parameters: Sequence[Tensor], carriers: Sequence[Any], wanted: Sequence[set[int]], norm_type: float
 ) -> Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import UsageError, explain
+from ..parallel.division import checked_norm
 from .carrier import Arrival, Carrier, arrival_of
 from .whole import division_if_any, is_dtensor
 
@@ -48,15 +49,6 @@ def clip_grad_norm_(
     hooks = {i: hook for i, p in enumerate(chosen) if (hook := arrival_of(p)) is not None}
     if hooks:
         return _clip_parts(list(hooks.values()), max_norm, float(norm_type), error_if_nonfinite)
-    if all(p.grad is None for p in chosen) and any(division_if_any(p) is not None for p in chosen):
-        from ..parallel.clipping import clips_one_stage, norm_on_stage
-        from ..parallel.division import norm_of  # imported already, by who divided them
-
-        if clips_one_stage(chosen):
-            return norm_on_stage(chosen, norm_type, error_if_nonfinite)
-        return _checked(
-            norm_of(chosen, [None] * len(chosen), float(norm_type)).to(chosen[0].dtype), norm_type, error_if_nonfinite
-        )
     if any(is_dtensor(p) for p in chosen):
         return _clip_distributed(chosen, max_norm, float(norm_type), error_if_nonfinite, foreach)
     return nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -84,18 +76,10 @@ def _clip_parts(hooks: Sequence[Arrival], max_norm: float, norm_type: float, err
         total = norm_of_blocks(held, carriers, wanted, norm_type).to(held[0].dtype)
     else:
         total = _total([part for some in parts for part in some], carriers, norm_type)
-    _checked(total, norm_type, error_if_nonfinite)
+    checked_norm(total, norm_type, error_if_nonfinite)
     by = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for part in (part for some in parts for part in some):
         part.mul_(by.to(device=part.device, dtype=part.dtype) if part.dtype != by.dtype else by.to(part.device))
-    return total
-
-
-def _checked(total: Tensor, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        what = f"the total norm of order {norm_type:g} of the gradients is not finite, so they cannot be clipped"
-        fix = "look for the step that made them so, or leave error_if_nonfinite out"
-        raise RuntimeError(explain(what, value=float(total), fix=fix))
     return total
 
 
@@ -153,7 +137,7 @@ def _clip_distributed(
     if rest:
         norms.append(nn.utils.get_total_norm(rest, norm_type, False, foreach))
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.tensor(0.0)
-    _checked(total, norm_type, error_if_nonfinite)
+    checked_norm(total, norm_type, error_if_nonfinite)
     for some in (divided, rest):
         if some:
             by = torch.clamp(max_norm / (total + 1e-6), max=1.0)
