@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.world.layout import HYBRID, OWN_AXIS, Layout
+from guozhuang.world.layout import HYBRID, OWN_AXIS
 
 MOST_RANKS = 10_000  # of a node: more than any machine has cores, and fewer than its process ids
 MOST_THREADS = 1_024  # of a rank
@@ -78,7 +78,7 @@ def take_variables(found: argparse.Namespace, environ: Mapping[str, str]) -> Non
                 raise UsageError(explain(what, value=text, fix="unset it, or give the option")) from None
 
 
-def check(found: argparse.Namespace, num_local_ranks: int, most_nodes: int) -> None:
+def check(found: argparse.Namespace, num_local_ranks: int) -> None:
     """Raise for options that make no sense, or that have no effect with the others.
 
     Raises:
@@ -101,23 +101,21 @@ def check(found: argparse.Namespace, num_local_ranks: int, most_nodes: int) -> N
         _check_checkpoint(found.checkpoint)
     if found.strategy is None:
         return  # the script may name one
-    _check_strategys_own(found, num_local_ranks * most_nodes)
+    _check_strategys_own(found)
 
 
-def _check_strategys_own(found: argparse.Namespace, num_ranks: int) -> None:
+def _check_strategys_own(found: argparse.Namespace) -> None:
     from guozhuang import strategies  # imported only when needed
     from guozhuang.strategies.ways import Lazy
 
     chosen = strategies.get(found.strategy)
-    layout = None
-    if found.strategy != HYBRID or found.layout is not None:  # a script may give hybrid its layout
-        own = {"torch-pipeline": "pipeline", "torch-tensor": "tensor"}.get(found.strategy, found.strategy)
-        names_pp = "pp" in (found.layout or "") or OWN_AXIS.get(own) == "pp"
-        layout = None if names_pp else Layout()
+    may_have_stages = OWN_AXIS.get(found.strategy.removeprefix("torch-")) == "pp" or "pp" in (found.layout or "")
+    if found.strategy == HYBRID and found.layout is None:  # a script may give it its layout
+        may_have_stages = True
     given = [
         f"--{each} {getattr(found, each)}" for each in ("microbatches", "schedule") if getattr(found, each) is not None
     ]
-    if given and layout is not None:
+    if given and not may_have_stages:
         what = f"{given[0]} is about the stages of a pipeline, and strategy {chosen.name} has none here"
         raise UsageError(explain(what, fix="leave it out, or choose --strategy pipeline or a --layout with pp"))
     exchange, prepare = getattr(chosen.prepare, "exchange", None), chosen.prepare
