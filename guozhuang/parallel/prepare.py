@@ -275,17 +275,32 @@ class Divided:
         Raises:
             UsageError: it is not what one process computes; see :class:`Proof`.
         """
-        with self.batches.compared(args, kwargs) if self.proof is None else self._proved(args, kwargs):
+        abandoned = nullcontext() if self.proof is None else self.proof.abandoned_on_error()
+        with abandoned, self.batches.compared(args, kwargs):
             self.begin_batch()
             if self.proof is None:
                 return self._run(args, kwargs)
             return self.proof.forward(self, args, kwargs, lambda: self._run(args, kwargs))
 
-    @contextlib.contextmanager
-    def _proved(self, *inputs: Any) -> Iterator[None]:
-        assert self.proof is not None
-        with self.proof.abandoned_on_error(), self.batches.compared(*inputs):
-            yield
+    def batch(self, inputs: Any, run: Callable[[], Tensor], undivided: Callable[[], Tensor]) -> Tensor:
+        """Run forward, loss and backward of a batch, which the ranks that hold one copy of the model share.
+
+        Args:
+            inputs: what is compared between these ranks, and tells the kind of the batch.
+            run: does so with the pipe, and returns the loss.
+            undivided: does so with the model as one process has it.
+
+        Raises:
+            UsageError: it is not what one process computes; see :class:`Proof`.
+        """
+
+        def run_plain() -> Tensor:
+            with self.as_plain():
+                return run()
+
+        with self.batches.compared(*inputs):
+            self.begin_batch()
+            return run_plain() if self.proof is None else self.proof.batch(self, inputs, run_plain, undivided)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call: Callable[..., Any] = self.model if self.inside is None else self.inside

@@ -154,22 +154,15 @@ class PreparedParallel(StandsForModule):
         if loss is None:
             what = "model.step() needs the loss function"
             raise UsageError(explain(what, fix="give it to gz.prepare(model, optimizer, loss=loss_fn)"))
-        with divided.batches.compared(args, kwargs):
-            pipe = divided.pipe
-            if pipe is None:
+        pipe = divided.pipe
+        if pipe is None:
+            with divided.batches.compared(args, kwargs):
                 return plain_step(self, loss, args, kwargs)
-            divided.begin_batch()
-
-            def run() -> Tensor:
-                with divided.as_plain():
-                    return pipe.step(*args, **kwargs)
-
-            if divided.proof is None:
-                return run()
-            inputs = args, kwargs
-            return divided.proof.batch(
-                divided, inputs, run, lambda: plain_step(divided.model, loss, args, dict(kwargs))
-            )
+        return divided.batch(
+            (args, kwargs),
+            functools.partial(pipe.step, *args, **kwargs),
+            lambda: plain_step(divided.model, loss, args, dict(kwargs)),
+        )
 
     def stage_times(self) -> list[StageTimes]:
         """Return the stages of a pipeline on this rank, and their times; none without a pipeline, or before its first batch."""

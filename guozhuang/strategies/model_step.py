@@ -28,9 +28,14 @@ def plain_step(model: nn.Module, loss: Callable[..., Any], args: tuple[Any, ...]
     if not args:
         what = "model.step() takes the model's inputs, and last the targets"
         raise UsageError(explain(what, value=args, fix="call model.step(x, y)"))
+    return _backward_of(loss(model(*args[:-1], **kwargs), args[-1]))
+
+
+def _backward_of(loss: Any) -> Tensor:
+    """Run the backward of a loss, a mean or a sum and a count, and return its value."""
     from ..parallel.pipeline.shares import value_of  # imported only when needed
 
-    found, count = value_of(loss(model(*args[:-1], **kwargs), args[-1]))
+    found, count = value_of(loss)
     if count is not None:
         found = found / count
     found.backward()
@@ -120,23 +125,12 @@ class PipelineStep:
 
         pipe = self._divided.pipe
         assert pipe is not None
-        divided, proof = self._divided, self._divided.proof
-
-        def run() -> Tensor:
-            with divided.as_plain():
-                return pipe.train(args, kwargs, batch, loss)
-
-        def undivided() -> Tensor:
-            from ..parallel.pipeline.shares import value_of
-
-            value, count = value_of(loss_fn(divided.model, batch))
-            value = value if count is None else value / count
-            value.backward()
-            return value.detach()
-
-        with divided.batches.compared(batch):
-            divided.begin_batch()
-            found = run() if proof is None else proof.batch(divided, batch, run, undivided)
+        divided = self._divided
+        found = divided.batch(
+            (batch,),
+            lambda: pipe.train(args, kwargs, batch, loss),
+            lambda: _backward_of(loss_fn(divided.model, batch)),
+        )
         passed("forward")
         passed("backward")
         update(self._optimizers, passed)
