@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from torch import nn
@@ -20,7 +21,9 @@ class Explanation(NamedTuple):
     fix: str
 
 
-def explained(difference: Deviation, part: str | None, layout: Layout, model: nn.Module | None) -> Explanation:
+def explained(
+    difference: Deviation, part: str | None, layout: Layout, model: nn.Module | None, models: Collection[nn.Module]
+) -> Explanation:
     """Return the words for a difference.
 
     Args:
@@ -28,6 +31,7 @@ def explained(difference: Deviation, part: str | None, layout: Layout, model: nn
         part: the first module whose output differs; None if none is known.
         layout: of the run.
         model: whose forward it was; None: it was in a backward or before a step.
+        models: all that are compared.
     """
     is_training = None if model is None else model.training
     kind, name, found = difference
@@ -57,19 +61,25 @@ def explained(difference: Deviation, part: str | None, layout: Layout, model: nn
     else:
         what = f"under layout {layout} the script has made {name!r} another one before the step than in one process: {found}"
         fix = f"compute with gz.full_tensor(p), {_ELSE}"
+    if kind in ("loss", "gradient"):  # a pipeline's own step returns no output, so that the loss is what differs first
+        fix = next((cure(layout, each) for each in models if _norm_sees_parts(layout, each)), fix)
     return Explanation(what, fix)
 
 
 def cure(layout: Layout, model: nn.Module | None) -> str:
     """Return what to do where a forward is not that of one process; ``model`` is the one whose forward it was."""
     is_training = None if model is None else model.training
-    has_norm = model is not None and any(isinstance(each, _BatchNorm) for each in model.modules())
-    return f"{_of_layout(layout, is_training, has_norm)}, {_ELSE}"
+    sees_parts = model is not None and _norm_sees_parts(layout, model)
+    return f"{_of_layout(layout, is_training, sees_parts)}, {_ELSE}"
 
 
-def _of_layout(layout: Layout, is_training: bool | None, has_norm: bool) -> str:
+def _norm_sees_parts(layout: Layout, model: nn.Module) -> bool:
+    return layout.pp > 1 and any(isinstance(each, _BatchNorm) and each.training for each in model.modules())
+
+
+def _of_layout(layout: Layout, is_training: bool | None, sees_parts: bool) -> str:
     causes = []
-    if layout.pp > 1 and has_norm and is_training:
+    if sees_parts:
         causes.append(
             "BatchNorm takes the statistics of each microbatch: use GroupNorm or LayerNorm, freeze it by eval(), or give "
             "--microbatches 1"

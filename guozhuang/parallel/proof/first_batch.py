@@ -397,11 +397,11 @@ class Proof:
             of_ranks: list[Any] = [None] * self._group.size()
             dist.all_gather_object(of_ranks, record.parts, group=self._group)
             name = first_part(report.record.parts, of_ranks)
+        models = [each.model for each in self._compared.values()]
         self._close(proved=False)
         _, rank, first = found[0]
-        members = dist.get_process_group_ranks(self._group)
-        text = explained(first, name, self._axes.layout, None if divided is None else divided.model)
-        raise UsageError(explain(text.what, rank=members[rank], fix=text.fix))
+        text = explained(first, name, self._axes.layout, None if divided is None else divided.model, models)
+        raise UsageError(explain(text.what, rank=dist.get_process_group_ranks(self._group)[rank], fix=text.fix))
 
     def _everyones(self, mine: list[Deviation]) -> list[tuple[int, int, Deviation]]:
         """Return the differences on all ranks, the most telling first, with the numbers of their kinds and ranks."""
