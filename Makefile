@@ -32,7 +32,7 @@ test: style
 test-slow: style $(VENV)/.installed-docs
 	@[ -n "$(SHARD)" ] || { echo "make: which part of the slow tests? Fix: make test-slow SHARD=1, up to 12."; exit 1; }
 	@export EXAMPLES=many; $(PYTEST) --shard $(SHARD) $(if $(NOTE),--note-durations) || { [ $$? = 1 ] && echo "once more, what failed, alone:" && \
-		$(BIN)/python -m pytest --shard $(SHARD) --last-failed --last-failed-no-failures none; }
+		$(BIN)/python -m pytest -m slow --last-failed --last-failed-no-failures none; }
 
 test-all: test
 	@for shard in 1 2 3 4 5 6 7 8 9 10 11 12; do $(MAKE) test-slow SHARD=$$shard || exit 1; done
