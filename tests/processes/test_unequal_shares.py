@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,8 @@ def test_run_by_speed_adapts_within_20_steps(strategy: str, num_workers: int, tm
     script = launching.write(tmp_path, SCRIPT)
     words = ("run", "-np", "2", "--batch-by", "speed", "--strategy", strategy, script, tmp_path, num_workers)
     # A fork of the tests' fork server would start the loader's workers by a fork server too, which runs the script again.
-    done = launching.guozhuang(*words, folder=tmp_path, forks_ranks=not num_workers)
+    # Its workers make sockets in TMPDIR, whose paths are at most 107 bytes long.
+    done = launching.guozhuang(*words, folder=tmp_path, forks_ranks=not num_workers, TMPDIR=tempfile.gettempdir())
     assert done.returncode == 0, done
     (sizes, seen), (others, also_seen) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert sizes[0] == others[0] == 16 and [a + b for a, b in zip(sizes, others, strict=True)] == [32] * 42 + [7]

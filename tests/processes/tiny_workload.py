@@ -16,12 +16,13 @@ from guozhuang.workloads import Workload
 
 NUM_SAMPLES = 96
 BATCH_SIZE = 4
+_NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 
 
 def make(options: Mapping[str, str]) -> Workload:
     """A linear classifier; at rank 1's step N ``fail=N`` raises under this package's ddp, ``hang=N`` sleeps.
 
-    With ``norm=1`` batch normalization stands before it.
+    With ``norm=batch`` batch normalization stands before it, with ``norm=layer`` layer normalization.
     """
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(NUM_SAMPLES, 8, generator=generator)
@@ -44,7 +45,7 @@ def make(options: Mapping[str, str]) -> Workload:
 
     return Workload(
         name="tiny",
-        model=lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 2)) if "norm" in options else nn.Linear(8, 2),
+        model=lambda: nn.Sequential(_NORMS[options["norm"]](8), nn.Linear(8, 2)) if "norm" in options else nn.Linear(8, 2),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         train=TensorDataset(inputs, classes),
         collate=default_collate,
