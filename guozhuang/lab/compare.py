@@ -119,6 +119,7 @@ def perform(
                     planned, forecast = _foresee(plan, unfinished, runs, progress)
                     with Reporter(progress, planned, forecast) as reporter:
                         rows, more = _measure(plan, unfinished, runs, reporter)
+                busy = max(busy, busy_share())
         except KeyboardInterrupt:
             num_kept = 0 if unfinished is None else len(unfinished)
             if unfinished is not None and not num_kept:
@@ -137,6 +138,7 @@ def perform(
             rows=rows,
             notes=(*notes_of(plan, busy), *notes, *more),
             duration_s=earlier_s + time.monotonic() - started,
+            busy=busy,
         )
         path = report.write(results, plan.out)
         unfinished.remove()

@@ -333,7 +333,11 @@ class ComparisonSettings:
 
 @dataclass(frozen=True)
 class Results:
-    """All results of a comparison, as ``results.json`` holds them."""
+    """All results of a comparison, as ``results.json`` holds them.
+
+    Attributes:
+        busy: the share of the cores that other programs kept busy when the comparison began or when it ended, the larger one.
+    """
 
     created: str
     command: str
@@ -344,6 +348,7 @@ class Results:
     rows: tuple[StrategyRow, ...]
     notes: tuple[str, ...] = ()
     duration_s: float = 0.0
+    busy: float = 0.0
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def row(self, name: str) -> StrategyRow | None:

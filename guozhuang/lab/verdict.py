@@ -10,9 +10,11 @@ The rules depend on the results alone:
 2. The fastest strategy is the one with the highest median of samples/s.
 3. Another strategy ties with the fastest if the ranges of both over the rounds overlap and the medians are less than
    :data:`TIE` apart (with one round there are no ranges: less than :data:`TIE_OF_ONE_ROUND`). Of tied strategies, the simplest
-   is chosen. The headline says that it is a tie. It calls a strategy the fastest only if no round of another one was as fast as
-   the slowest of its own.
-4. If the number of rounds was left open, a strategy gets a third round only where that could change rule 3: its two rounds
+   is chosen. The headline says that it is a tie.
+4. Nothing is recommended that the spread does not carry: if a strategy that does not tie has a round as fast as the slowest
+   one of the fastest; if the rounds of one that ties differ by more than the factor :data:`RESTLESS`; or if there is one
+   round, which has no spread, and other programs used more than :data:`BUSY` of the cores.
+5. If the number of rounds was left open, a strategy gets a third round only where that could change rule 3: its two rounds
    differ by more than :data:`SETTLED`, or it is that close to another one at the top. Where the rounds of a strategy differ by
    more than the factor :data:`RESTLESS`, no strategy gets one: the machine is busy otherwise, and a third would not tell.
 """
@@ -33,11 +35,14 @@ from guozhuang.world.layout import Layout
 TIE = 0.10
 TIE_OF_ONE_ROUND = 0.03
 
-#: The difference of samples/s in rule 4 of the module's docstring, as a share of the slower value.
+#: The difference of samples/s in rule 5 of the module's docstring, as a share of the slower value.
 SETTLED = 0.05
 
 #: If the fastest round is faster than the slowest by more than this factor, other programs kept the machine busy.
 RESTLESS = 1.25
+
+#: If other programs use more than this share of the cores, the machine is not quiet; an idle desktop stays below.
+BUSY = 0.2
 
 #: If weights are further than this relative distance from those of ``single``, rounding alone is not the likely reason (fp32,
 #: some hundred steps).
@@ -76,6 +81,16 @@ def judge(results: Results) -> Verdict:
         return Verdict(None, headline, (), (), tuple(_cautions(results, None, candidates)))
     fastest = max(candidates, key=lambda row: row.samples_per_s)
     tied = [row for row in candidates if row is fastest or _tie(fastest, row)]
+    why = _not_carried(results, fastest, tied, candidates)
+    if why:
+        slower = [row.name for row in candidates if row.fastest < fastest.slowest]
+        reasons = (
+            [f"Slower than {fastest.name} in every round: {units.listed(slower)}."]
+            if slower and len(fastest.rounds) > 1
+            else []
+        )
+        cautions = tuple(_cautions(results, None, candidates))
+        return Verdict(None, f"Nothing to recommend: {why}.", tuple(reasons), (), cautions)
     chosen = min(tied, key=lambda row: row.simplicity)
     reasons = [
         _speed(results, chosen, fastest, candidates),
@@ -94,7 +109,7 @@ def judge(results: Results) -> Verdict:
 
 
 def undecided(speeds: Mapping[str, Sequence[float]], training: Collection[str]) -> set[str]:
-    """Return the strategies of which another round could change the verdict, by rule 4 in the docstring of this module.
+    """Return the strategies of which another round could change the verdict, by rule 5 in the docstring of this module.
 
     Args:
         speeds: samples/s of each round, by strategy; only strategies that have not failed.
@@ -150,19 +165,35 @@ def _headline(chosen: StrategyRow, tied: Sequence[StrategyRow], candidates: Sequ
     if len(candidates) == 1:
         return f"Take {chosen.name}: it is the only strategy here that trains and came to its end with a usable result."
     inexact = "" if chosen.exact else ", and it is inexact"
-    reached = _reached(chosen, candidates)
-    if reached:
-        return (
-            f"Take {chosen.name}: its median is the highest of those that train this workload on this machine{inexact}; but "
-            f"{units.listed(reached)} reached its slowest round, so that it is ahead is not certain: more --rounds tell."
-        )
     return f"Take {chosen.name}: it is the fastest strategy that trains this workload on this machine{inexact}."
 
 
-def _reached(chosen: StrategyRow, candidates: Sequence[StrategyRow]) -> list[str]:
-    """Return the names of the slower strategies one round of which was as fast as the slowest of the chosen one."""
-    slower = [row for row in candidates if row.samples_per_s < chosen.samples_per_s and not _tie(chosen, row)]
-    return [row.name for row in slower if row.fastest >= chosen.slowest]
+def _not_carried(
+    results: Results, fastest: StrategyRow, tied: Sequence[StrategyRow], candidates: Sequence[StrategyRow]
+) -> str:
+    """Return why the spread carries no verdict, by rule 4; empty if it does."""
+    if len(candidates) == 1:
+        return ""
+    if len(fastest.rounds) == 1:
+        if results.busy <= BUSY:
+            return ""
+        return (
+            f"other programs kept {units.percent(results.busy)} of the cores busy, and one round does not show by how much "
+            "rounds differ then. Run it again when nothing else computes, or with --rounds 3"
+        )
+    reached = [row for row in candidates if row.fastest >= fastest.slowest and row not in tied]
+    if len(tied) > 1 and restless({row.name: (row.slowest, row.fastest) for row in tied}):
+        reached += [row for row in tied if row is not fastest]
+    if not reached:
+        return ""
+    ranges = units.listed(
+        f"{row.name} trained {units.rate(row.slowest)} to {units.rate(row.fastest)} samples/s"
+        for row in (fastest, *reached)
+    )
+    return (
+        f"rounds differ by more than strategies do, so that the fastest of them is not certain: {ranges}. Run it again when "
+        "nothing else computes, with more --rounds"
+    )
 
 
 def _speed(results: Results, chosen: StrategyRow, fastest: StrategyRow, candidates: Sequence[StrategyRow]) -> str:
@@ -172,8 +203,9 @@ def _speed(results: Results, chosen: StrategyRow, fastest: StrategyRow, candidat
     text += f", an epoch in {units.duration(results.epoch_s(chosen))}"
     others = [row for row in candidates if row is not chosen]
     runner_up = max(others, key=lambda row: row.samples_per_s).name if others else "single"
+    is_restless = restless({row.name: (row.slowest, row.fastest) for row in candidates})
     ratios = [
-        f"{units.times(ratio)} {name}"
+        f"{units.times(ratio)} {name}" + (_at_least(results, chosen, name) if is_restless else "")
         for name in dict.fromkeys(("single", "torch-ddp", runner_up))
         if name != chosen.name and (ratio := results.ratio(chosen, name)) is not None
     ]
@@ -192,6 +224,12 @@ def _speed(results: Results, chosen: StrategyRow, fastest: StrategyRow, candidat
         )
         text += f" {measured}; {why}."
     return text
+
+
+def _at_least(results: Results, chosen: StrategyRow, name: str) -> str:
+    """Return what a ratio of medians is at least, where rounds differ much: the slowest round over the other's fastest."""
+    other = results.row(name)
+    return "" if other is None else f" (at least {units.times(chosen.slowest / other.fastest)})"
 
 
 def _efficiency(results: Results, chosen: StrategyRow) -> list[str]:

@@ -55,6 +55,7 @@ def test_from_python_with_a_function_of_a_notebook(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Runs, "execute", execute)
     monkeypatch.setattr(plots, "draw", _draw_nothing)
+    monkeypatch.setattr(compare, "busy_share", lambda: 0.0)
     monkeypatch.chdir(tmp_path)
     size = 5
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from guozhuang import units
 from guozhuang.lab.results import Difference, RunFailure, StrategyRow
 from guozhuang.lab.verdict import judge
 from tests.pure.made_up import comparison, row, usual
@@ -27,11 +28,35 @@ def test_a_tie_goes_to_the_simpler_and_says_so() -> None:
     assert "simplest" in verdict.headline
 
 
-def test_ranges_that_overlap_do_not_hide_a_large_gap() -> None:
-    verdict = judge(comparison(row("single", 100, 100, 200), row("ddp", 150, 190, 191)))
+def test_nothing_is_recommended_where_ranges_overlap_and_medians_are_apart() -> None:
+    verdict = judge(comparison(row("single", 100, 100, 200), row("ddp", 150, 190, 191), row("dp", 90, 91, 92)))
+    assert verdict.recommended is None and verdict.how == ()
+    assert "ddp trained 150 to 191 samples/s and single trained 100 to 200 samples/s" in verdict.headline
+    assert verdict.headline.endswith("with more --rounds.") and verdict.reasons == (
+        "Slower than ddp in every round: dp.",
+    )
+
+
+def test_nothing_is_recommended_where_ties_are_restless() -> None:
+    verdict = judge(comparison(row("torch-ddp", 70, 104, 102), row("ddp", 99, 103, 101), row("single", 40, 41, 42)))
+    assert verdict.recommended is None and "torch-ddp trained 70.0 to 104 samples/s" in verdict.headline
+
+
+def test_a_clear_lead_on_a_restless_machine_says_what_it_is_at_least() -> None:
+    verdict = judge(comparison(row("single", 10, 20), row("ddp", 100, 150)))
     assert verdict.recommended == "ddp"
-    assert "fastest" not in verdict.headline and "single reached its slowest round" in verdict.headline
-    assert "more --rounds" in verdict.headline
+    assert f"{units.times(125 / 15)} single (at least {units.times(5)})" in verdict.reasons[0]
+
+
+def test_one_round_on_a_busy_machine_carries_no_verdict() -> None:
+    results = comparison(row("single", 10), row("ddp", 340))
+    assert judge(replace(results, busy=0.1)).recommended == "ddp"
+    verdict = judge(replace(results, busy=0.9))
+    assert verdict.recommended is None and verdict.reasons == ()
+    assert "other programs kept 90 % of the cores busy, and one round does not show" in verdict.headline
+    assert (
+        judge(replace(comparison(row("ddp", 340)), busy=0.9)).recommended == "ddp"
+    )  # there is nothing to compare with
 
 
 def test_close_medians_without_overlap_are_no_tie() -> None:
@@ -167,6 +192,10 @@ def test_a_headline_calls_nothing_fastest_that_others_reached(speeds: list[list[
     names = ("single", "ddp", "torch-ddp", "dp", "quantize8")
     rows = [row(name, *map(float, each)) for name, each in zip(names, speeds, strict=False)]
     verdict = judge(comparison(*rows))
+    if verdict.recommended is None:
+        first = max(rows, key=lambda each: each.samples_per_s)
+        assert any(each.fastest >= first.slowest for each in rows if each is not first)
+        return
     taken = next(each for each in rows if each.name == verdict.recommended)
     others = [each for each in rows if each is not taken]
     reached = any(each.fastest >= taken.slowest for each in others)
