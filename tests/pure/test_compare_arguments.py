@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ def _plan(tmp_path: Path, *arguments: str) -> ComparisonPlan:
     return plan_of(told, tmp_path / "scratch", Console(file=io.StringIO()))[0]
 
 
-def test_defaults_compare_a_short_set_over_two_ranks(tmp_path: Path) -> None:
+def test_defaults_compare_a_short_set_over_two_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert _plan(tmp_path, "--all").names == tuple(name for name in strategies.STRATEGIES if name != "hybrid")
     sets = {(on_cpu, shares): short_set(on_cpu, shares) for on_cpu in (True, False) for shares in (True, False)}
     assert all(set(names) < set(strategies.STRATEGIES) and 5 < len(names) < 8 for names in sets.values())
@@ -36,6 +38,39 @@ def test_defaults_compare_a_short_set_over_two_ranks(tmp_path: Path) -> None:
     assert plan.settings.global_batch_size == 8
     assert plan.settings.threads_per_rank == max(1, usable_cores() // 2)
     assert plan.out == tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("variable", "more", "threads", "said"),
+    [
+        ("3", (), 3, "OMP_NUM_THREADS=3 counts here: each rank computes with 3 thread(s)"),
+        (
+            "3",
+            ("--threads-per-rank", "1"),
+            1,
+            "OMP_NUM_THREADS=3 does not count here: each rank computes with 1 thread(s)",
+        ),
+        ("many", (), max(1, usable_cores() // 2), "OMP_NUM_THREADS=many does not count here"),
+        ("", (), max(1, usable_cores() // 2), ""),
+    ],
+)
+def test_a_number_of_threads_in_the_environment_counts_or_is_contradicted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, more: tuple[str, ...], threads: int, said: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    plan = _plan(tmp_path, "--ranks", "2", *more)
+    assert plan.settings.threads_per_rank == threads
+    notes = [note for note in notes_of(plan) if "OMP_NUM_THREADS" in note]
+    assert len(notes) == bool(said) and all(said in note for note in notes)
+
+
+def test_a_package_that_the_model_needs_is_missed_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for workload in ("text", "synthetic"):
+        with pytest.raises(UsageError, match=r"needs the package transformers.*pip install 'guozhuang\[text\]'"):
+            _plan(tmp_path, "--workload", workload)
 
 
 def _backends(plan: ComparisonPlan) -> dict[str, tuple[str, str | None, int]]:
