@@ -39,7 +39,7 @@ _OF_FILES = ("data_format", "delimiter", "quoting", "encoding", "header", "label
 
 
 def load(given: Mapping[str, Any], cache: Path | None = None) -> Workload:
-    """Build the text workload; needs tokenizers, and transformers at once for a checkpoint, else to call its ``model``.
+    """Build the text workload; needs tokenizers and transformers.
 
     With dropout above 0 each process draws its own masks, so that the results of strategies cannot be compared
     number for number.

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -155,6 +157,13 @@ def ragged(sequences: Sequence[Sequence[int]]) -> Ragged:
         (token for s in sequences for token in s), dtype=np.int32, count=int(ends[-1]) if len(ends) else 0
     )
     return Ragged(tokens, ends)
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing it."""
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    return importlib.util.find_spec(package) is not None
 
 
 def missing(package: str) -> UsageError:

@@ -14,6 +14,7 @@ from guozhuang.errors import UsageError, explain
 from guozhuang.workloads import bert, classify
 from guozhuang.workloads.arguments import TrainingOptions
 from guozhuang.workloads.base import Workload
+from guozhuang.workloads.tokens import is_installed, missing
 
 
 def find_model(options: TrainingOptions, given: Mapping[str, Any], length: int, flag: str) -> bert.BertSize | Path:
@@ -26,8 +27,11 @@ def find_model(options: TrainingOptions, given: Mapping[str, Any], length: int, 
         flag: the option that sets ``length``, for errors.
 
     Raises:
-        UsageError: no such model, too many tokens for it, or an option that would have no effect.
+        UsageError: no such model, too many tokens for it, an option that would have no effect, or transformers, which all models
+            need, is not installed.
     """
+    if not is_installed("transformers"):  # looked for and not imported, which takes seconds
+        raise missing("transformers")
     model = bert.find(options.model)
     if not isinstance(model, Path) and length > bert.MAX_POSITIONS:
         what, fix = (
