@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
 
-from ..errors import MismatchError, UsageError, explain, rank_table
+from ..errors import UsageError, explain
 from ..exchange.nan_watch import NanWatch
 from ..sync_batch_norm import use_on_cpu
 from ..weights.equal_start import start_equal
 from .elementwise import WHY_NOT
 from .prepared import EqualBuffers
 from .state import is_elementwise
+from .together import History, Together
+from .units import Units
 
 # These optimizers keep parameters, or their shapes, in attributes, so parameters cannot be replaced by DTensors.
 _CANNOT_FOLLOW = {**WHY_NOT, "Adafactor": "it keeps a sum per row and column of each weight matrix"}
@@ -78,14 +79,13 @@ def shard_fully(
         for key, value in values.items()
     }
     named = [[name_of[id(p)] for p in g["params"]] for g in optimizer.param_groups]
-    mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
-    for block in [*repeated_blocks(model), model]:
+    device = next(model.parameters()).device
+    mesh = DeviceMesh.from_group(group, device.type)
+    blocks = [*repeated_blocks(model), model]
+    for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=not keep_weights)
     model.register_forward_pre_hook(EqualBuffers(model, group))
-    if any(p.device.type == "cpu" for p in model.parameters()) and group.size() > 1:
-        together = Together(group)
-        model.register_forward_pre_hook(together, prepend=True)  # before the hook of fully_shard, which gathers weights
-        model.register_state_dict_pre_hook(together.before_state_dict)
+    units = _watch(model, blocks, group, device)
     new = dict(model.named_parameters(remove_duplicate=False))
     for param_group, names in zip(optimizer.param_groups, named, strict=True):
         param_group["params"] = [new[name] for name in names]
@@ -97,8 +97,27 @@ def shard_fully(
         }
     watch, numbers = NanWatch(group, are_averaged=True), itertools.count()
     new_names, new_parameters = list(new), list(new.values())
-    optimizer.register_step_pre_hook(lambda *_: watch.look_at(new_names, new_parameters, next(numbers)))
+
+    def before_step(*_: Any) -> None:
+        units.before_step()
+        watch.look_at(new_names, new_parameters, next(numbers))
+
+    optimizer.register_step_pre_hook(before_step)
     return model, optimizer
+
+
+def _watch(model: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup, device: torch.device) -> Units:
+    """Keep the ranks in step in what they do with the units of a divided model. Every rank must call it."""
+    name_of = {id(part): name for name, part in model.named_modules()}
+    names = [name_of[id(block)] for block in blocks]
+    compare: Together | History | None = None
+    if group.size() > 1 and device.type == "cpu":
+        compare = Together(group, [name or "the rest of the model" for name in names], len(list(model.parameters())))
+        model.register_forward_pre_hook(compare, prepend=True)  # before the hook of fully_shard, which gathers weights
+        model.register_state_dict_pre_hook(compare.before_state_dict)
+    elif group.size() > 1:
+        compare = History(group, device)
+    return Units(dict(zip(names, blocks, strict=True)), compare)
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -114,7 +133,10 @@ def _check_parameters(model: nn.Module) -> None:
         )
     if hooked := [name for name, p in named.items() if _has_hooks(p)]:
         what = "fully_shard replaces parameters by new ones, which do not have the hooks that the script has registered on them"
-        fix = "register them on the parameters of the prepared model, whose gradients are parts, or train with the strategy ddp"
+        fix = (
+            "call register_post_accumulate_grad_hook of the prepared model's parameters, whose gradients are parts of the mean; "
+            "or train with the strategy ddp"
+        )
         raise UsageError(explain(what, value=hooked, fix=fix))
 
 
@@ -122,44 +144,6 @@ def _has_hooks(parameter: Tensor) -> bool:
     """Return whether the script has registered hooks on a parameter; those of this package follow the new parameters."""
     hooks = [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
     return any(not str(getattr(hook, "__module__", "")).startswith("guozhuang.") for hook in hooks)
-
-
-class Together:
-    """A hook that compares what the ranks do with divided weights, so that a call on a part of them raises at once.
-
-    A forward gathers weights, and ``state_dict()`` gives each rank's part: both need every rank. One small collective comes
-    first; where the ranks differ, all that take part in it raise. Only for models on the CPU: reading the result of it
-    on an accelerator would make the program wait for the device.
-
-    Args:
-        group: the ranks.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    @_disable_dynamo
-    def __call__(self, model: nn.Module, inputs: Any) -> None:
-        """Compare ranks before a forward. Every rank must call."""
-        self._compare(0 if torch.is_grad_enabled() else 1)
-
-    def before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Compare ranks before ``state_dict()``. Every rank must call."""
-        self._compare(2)
-
-    def _compare(self, mine: int) -> None:
-        calls = ("a training forward", "a forward without gradients", "state_dict()")
-        found = [torch.zeros(1, dtype=torch.int32) for _ in range(self._group.size())]
-        dist.all_gather(found, torch.tensor([mine], dtype=torch.int32), group=self._group)
-        every = [int(each) for each in found]
-        if len(set(every)) > 1:
-            what = "ranks do different things with a model whose weights are divided among them"
-            fix = (
-                "call forward, generate() and state_dict() on every rank, not on rank 0 alone; gz.save(folder), on every "
-                "rank, saves whole weights"
-            )
-            table = rank_table(("rank", "is in"), [(rank, calls[each]) for rank, each in enumerate(every)])
-            raise MismatchError(f"{explain(what, rank=self._group.rank(), fix=fix)}\n{table}")
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

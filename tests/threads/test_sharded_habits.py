@@ -1,0 +1,350 @@
+"""Habits of training scripts under the strategies that average gradients: equal to one process, or refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from guozhuang import DistributedDataParallel
+from guozhuang.errors import MismatchError, UsageError
+from guozhuang.sharding import shard
+from guozhuang.sharding.fully import shard_fully
+from guozhuang.sharding.together import History
+from tests.threads.ranks import run_threads
+
+Pair = tuple[nn.Module, Optimizer]
+
+STRATEGIES: dict[str, Callable[[nn.Module, Optimizer], Pair]] = {
+    "ddp": lambda m, o: (DistributedDataParallel(m, find_unused_parameters=True), o),
+    "sharded": shard,
+    "sharded-gradients": lambda m, o: shard_fully(m, o, keep_weights=True),
+    "sharded-weights": lambda m, o: shard_fully(m, o, keep_weights=False),
+}
+FULLY = ("sharded-gradients", "sharded-weights")
+
+
+def batch(step: int, rows: int = 8) -> Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def adam(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def whole(tensor: Any) -> Tensor:
+    """A whole weight; DTensor gathers by functions of C++ that know the groups of processes alone."""
+    if not hasattr(tensor, "to_local"):
+        return tensor.detach()
+    size = dist.get_world_size()
+    rows = -(-tensor.shape[0] // size)
+    padded = torch.zeros(rows, *tensor.shape[1:], dtype=tensor.dtype)
+    padded[: len(tensor.to_local())] = tensor.to_local().detach()
+    parts = [torch.zeros_like(padded) for _ in range(size)]
+    dist.all_gather(parts, padded)
+    return torch.cat(parts)[: tensor.shape[0]]
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model made before there are ranks, which draw from one generator where they are threads."""
+    torch.manual_seed(0)
+    return make().double()
+
+
+def same_as_one(model: nn.Module, one: nn.Module) -> None:
+    inside = model.module if isinstance(model, DistributedDataParallel) else model
+    for (name, p), q in zip(inside.named_parameters(), one.named_parameters(), strict=True):
+        torch.testing.assert_close(whole(p), q[1].detach(), rtol=0, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def trained(
+    rank: int,
+    size: int,
+    strategy: str,
+    plain: nn.Module,
+    train: Callable[[nn.Module, Optimizer, Callable[[Tensor], Tensor]], None],
+) -> None:
+    """Train as one process on all rows and as ranks on their own, and compare the weights."""
+    one, model, optimizer = copy.deepcopy(plain), copy.deepcopy(plain), adam
+    train(one, optimizer(one), lambda rows: rows)
+    prepared = STRATEGIES[strategy](model, optimizer(model))
+    train(*prepared, lambda rows: rows[rank::size])
+    same_as_one(prepared[0], one)
+
+
+# ---- what a unit returns, and how a backward reaches it -------------------------------------------------------------------
+
+
+class Result:
+    def __init__(self, y: Tensor, more: Any) -> None:
+        self.y, self.more = y, more
+
+
+class OwnBlock(nn.Module):
+    """Returns an object of its own class; its loss may be kept in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.kept, self.losses = nn.Linear(4, 4), torch.zeros(()), {"aux": []}
+
+    def forward(self, x: Any) -> Result:
+        y = torch.tanh(self.inside(x.y if isinstance(x, Result) else x))
+        self.kept, self.losses = y.pow(4).mean(), {"aux": [y.pow(2).mean()]}
+        return Result(y, [{"deep": y * 2}])
+
+
+class OwnNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(OwnBlock() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Result:
+        found: Any = self.first(x)
+        for block in self.blocks:
+            found = block(found)
+        return found
+
+
+def by_own_class(model: nn.Module, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    for step in range(3):
+        found = model(mine(batch(step)))
+        (found.y.pow(2).mean() if step % 2 else found.more[0]["deep"].pow(4).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_attributes(model: Any, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    blocks = (model.module if isinstance(model, DistributedDataParallel) else model).blocks
+    for step in range(3):
+        found = model(mine(batch(step)))
+        loss = [found.y.mean() + blocks[0].kept, blocks[1].kept, blocks[2].losses["aux"][0]][step]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def smooth() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 6),
+        *(nn.Sequential(nn.Linear(6, 6), nn.Softplus()) for _ in range(2)),
+        nn.Linear(6, 1),
+    )
+
+
+def by_penalties(model: nn.Module, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    """Gradient penalties with the loss, alone, in two backwards, and between two forwards."""
+    for step in range(6):
+        x = mine(batch(step)).clone().requires_grad_()
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).pow(2).mean()
+        if step % 3 == 0:
+            (penalty + y.mean()).backward()
+        elif step % 3 == 1:
+            penalty.backward()
+        else:
+            penalty.backward(retain_graph=True)
+            (model(mine(batch(step + 10))).pow(2).mean() + penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_micro_batches(model: Any, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    """Two backwards in a step, of which the first exchanges nothing where gradients are exchanged in backward."""
+    for step in range(4):
+        for micro in range(2):
+            waits = model.no_sync() if micro == 0 and hasattr(model, "no_sync") else contextlib.nullcontext()
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(micro == 1)
+            x = mine(batch(10 * step + micro)).clone().requires_grad_()
+            with waits:
+                y = model(x)
+                slope = torch.autograd.grad(y.sum(), x, create_graph=True)[0] if step % 2 else y
+                (slope.pow(2).mean() + y.pow(2).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_thawing(model: Any, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    """Parts are frozen and trained again, as in stages of a fine-tuning."""
+    for step in range(4):
+        for name, parameter in model.named_parameters():
+            if "1.0." in name:
+                parameter.requires_grad_(step in (1, 2))
+        model(mine(batch(step))).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+HABITS = {
+    "micro-batches": (smooth, by_micro_batches),
+    "frozen and thawed": (smooth, by_thawing),
+    "own class": (OwnNet, by_own_class),
+    "attributes": (OwnNet, by_attributes),
+    "penalties": (smooth, by_penalties),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("habit", HABITS)
+def test_it_is_equal_to_one_process(habit: str, strategy: str) -> None:
+    make, train = HABITS[habit]
+    run_threads(trained, 2, strategy, made(make), train)
+
+
+# ---- parts of the model that ranks use differently ---------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """One of equal experts for each sample; ``calls``: "chosen" ones alone, or "all", without samples where nobody chose it."""
+
+    def __init__(self, calls: str) -> None:
+        super().__init__()
+        self.calls, self.gate = calls, nn.Linear(4, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        weights, y = self.gate(x).softmax(-1), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = chosen == i
+            if self.calls == "all" or mask.any():
+                places = mask.nonzero().squeeze(1)
+                y = y.index_put((places,), expert(x[mask]) * weights[mask, i : i + 1])
+        return y
+
+
+CHOICES = {
+    "other experts on each rank": [0, 1] * 4,
+    "one expert more on one rank": [0, 0, 0, 1] * 2,
+    "a later one on one rank": [0, 1, 2, 2] * 2,
+}
+
+
+def by_choice(
+    model: nn.Module, optimizer: Optimizer, mine: Callable[[Tensor], Tensor], choice: list[int] | None = None
+) -> None:
+    for step in range(3):
+        x, chosen = batch(step), torch.tensor(choice or [0, 1, 2, 1, 0, 0, 1, 2])
+        model(mine(x), mine(chosen)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Branches(nn.Module):
+    """Layers of one shape inside of one unit, of which each rank uses another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, is_second: Tensor) -> Tensor:
+        found = torch.zeros_like(x)
+        for number, part in enumerate((self.first, self.second)):
+            if (is_second == number).any():
+                found = found + part(x) * (is_second == number)[:, None]
+        return found
+
+
+def by_branch(model: nn.Module, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    for step in range(3):
+        model(mine(batch(step)), mine(torch.tensor([0, 1] * 4))).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_experts_that_are_called_on_every_rank_are_equal(strategy: str) -> None:
+    run_threads(trained, 2, strategy, made(lambda: Experts("all")), by_choice)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_branches_inside_a_unit_are_equal(strategy: str) -> None:
+    run_threads(trained, 2, strategy, made(Branches), by_branch)
+
+
+def chooses(rank: int, size: int, strategy: str, plain: nn.Module, choice: list[int]) -> str:
+    if strategy not in FULLY:
+        trained(rank, size, strategy, plain, lambda *given: by_choice(*given, choice))
+        return ""
+    with pytest.raises(MismatchError, match=r"with an empty batch.*the strategy sharded") as error:
+        trained(rank, size, strategy, plain, lambda *given: by_choice(*given, choice))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_experts_chosen_by_the_samples_are_equal_or_named(choice: str, strategy: str) -> None:
+    for rank, text in enumerate(run_threads(chooses, 2, strategy, made(lambda: Experts("chosen")), CHOICES[choice])):
+        if strategy in FULLY:
+            assert text.startswith(f"[rank {rank}] ranks do different things")
+            assert (
+                len(re.findall(r"^ +[01] +the (gathering of the weights|sum of the gradients) of \S", text, re.M)) == 2
+            )
+            assert "experts." in text
+
+
+def without_a_loss(rank: int, size: int, strategy: str, plain: nn.Module) -> None:
+    model = copy.deepcopy(plain)
+    model, optimizer = STRATEGIES[strategy](model, adam(model))
+    loss = model(batch(rank)).pow(2).mean() if rank == 0 else torch.zeros((), requires_grad=True) * 2
+    with pytest.raises(MismatchError, match="let every rank's loss come from the model"):
+        if rank == 1:
+            model(batch(rank))
+        loss.backward()
+        optimizer.step()
+        model(batch(rank))
+
+
+@pytest.mark.parametrize("strategy", FULLY)
+def test_a_rank_whose_loss_is_not_of_the_model_is_named(strategy: str) -> None:
+    run_threads(without_a_loss, 2, strategy, made(smooth))
+
+
+def compares_at_the_end(rank: int, size: int) -> None:
+    history = History(dist.group.WORLD, torch.device("cpu"))
+    for unit in (0, 1 + rank):
+        history.before_gather(unit)
+        assert history.before_sum(unit, [True, False]) == [True, False]
+    history.end_step()
+    history.before_gather(0)
+    with pytest.raises(MismatchError, match="in the last step ranks have used different parts") as error:
+        history.end_step()
+    assert len(set(re.findall(r"[0-9a-f]{8}$", str(error.value), re.M))) == 2
+
+
+def test_without_comparisons_on_the_way_a_step_is_compared_at_its_end() -> None:
+    run_threads(compares_at_the_end, 2)
+
+
+def with_hooks(rank: int, size: int, strategy: str, plain: nn.Module) -> None:
+    model = copy.deepcopy(plain)
+    model, optimizer = STRATEGIES[strategy](model, adam(model))
+    seen: list[Any] = []
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    model(batch(rank)).mean().backward()
+    optimizer.step()
+    assert len(seen) == 1
+    handle = next(model.parameters()).register_hook(lambda gradient: gradient * 0.5)
+    model(batch(rank)).mean().backward()
+    with pytest.raises(UsageError, match=r"the hooks of register_hook do not see.*0\.weight"):
+        optimizer.step()
+    handle.remove()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model(batch(rank)).mean().backward()
+    with pytest.raises(UsageError, match=r"not averaged yet, of .*0\.weight"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", FULLY)
+def test_hooks_that_pytorch_would_not_call_are_refused(strategy: str) -> None:
+    run_threads(with_hooks, 2, strategy, made(smooth))
