@@ -343,9 +343,6 @@ class Proof:
             _log.warning("proof: not compared with one process from the %s on: %s", event, why)
         return report
 
-    def _averages(self) -> bool:
-        return any(each.averages() for each in self._compared.values())
-
     def _forward_differences(
         self, divided: Divided, record: ForwardRecord, report: ReferenceReport, noise: Noise
     ) -> list[Deviation]:
@@ -361,14 +358,16 @@ class Proof:
         models = self._by_number()
         if not all(each.has_exact_gradients for each in self._compared.values()):
             return found
-        if not self._averages() and self._axes.size("space") * self._axes.size("sequence") > 1:
-            return found  # each rank has what its part of the samples gives
+        is_whole = self._axes.size("space") * self._axes.size("sequence") == 1
         total = 0.0
         for number, model in models.items():
+            averages = self._compared[number].averages()
+            if not averages and not is_whole:
+                continue  # each rank has what its part of the samples gives
             for name, parameter in model.named_parameters():
                 if (number, name) not in report.gradients:
                     continue
-                wanted = self._reports.tensor(report, "gradients", (number, name), is_mean=self._averages())
+                wanted = self._reports.tensor(report, "gradients", (number, name), is_mean=averages)
                 total = max(total, 0.0 if wanted is None else float(wanted.norm()))
                 floor = 100 * torch.finfo(parameter.dtype).eps * total
                 floor += TIMES * noise.get(("gradient", f"{number}.{name}"), 0.0)
