@@ -66,21 +66,20 @@ class Additions:
             UsageError: there are such parameters; the text names them.
         """
         if self._changed:
+            named = list(module.named_parameters())
             parts = set(module.modules())
             with _LOCK:
                 changed = [part for part in self._changed if part in parts]
                 self._changed.clear()
             given = {id(p) for part in changed for p in part.parameters()}
             given -= {id(p) for p in self._known} | {id(p) for _, p in self._added}
-            self._added += [
-                (name, p) for name, p in module.named_parameters() if id(p) in given and name not in ignored
-            ]
+            self._added += [(name, p) for name, p in named if id(p) in given and name not in ignored]
         trained = [name for name, p in self._added if p.requires_grad]
         if trained:
             held = {id(p) for p in module.parameters()}  # ignore parameters that were removed again
             self._added = [(name, p) for name, p in self._added if id(p) in held]
             trained = [name for name, p in self._added if p.requires_grad]
         if trained:
-            what = "parameters were added to the module after it was wrapped; their gradients would not be averaged"
-            fix = "add them first and wrap then (wrap the module anew), or switch their requires_grad off"
+            what = "parameters were added to the model after it was prepared or wrapped; their gradients would not be averaged"
+            fix = "change the model first and prepare it then (or wrap it anew), or switch their requires_grad off"
             raise UsageError(explain(what, value=listed(trained), rank=rank, fix=fix))

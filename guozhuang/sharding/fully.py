@@ -8,9 +8,11 @@ Source: Rajbhandari et al., arXiv:1910.02054; Zhao et al., PyTorch FSDP, VLDB 20
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from ..errors import UsageError, explain
 from ..exchange.nan_watch import NanWatch
 from ..sync_batch_norm import use_on_cpu
 from ..weights.equal_start import start_equal
+from .copies import make_copyable, materialize
 from .elementwise import WHY_NOT
 from .prepared import EqualBuffers
 from .state import is_elementwise
@@ -55,11 +58,9 @@ def shard_fully(
 
     Raises:
         UsageError: the optimizer cannot follow its parameters (LBFGS, SparseAdam), its state has neither one value
-            per element nor one per parameter, or a parameter has no dimension, no elements or hooks.
+            per element nor one per parameter, or a parameter is complex or has no dimension, no elements or hooks.
         MismatchError: ranks hold different models.
     """
-    from torch.distributed.fsdp import fully_shard
-
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise UsageError(explain("there is no process group", fix="call gz.init() first, on every rank"))
@@ -70,6 +71,9 @@ def shard_fully(
     _check_parameters(model)
     if all(p.device.type == "cpu" for p in model.parameters()):
         model = use_on_cpu(model)
+    for p in model.parameters():
+        if not p.is_contiguous():  # as of a model in channels_last; fully_shard divides contiguous memory
+            p.data = p.data.contiguous()
     start_equal(model, group)
     name_of = {id(p): name for name, p in model.named_parameters()}
     kept = {name_of[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state) if isinstance(p, Tensor)}
@@ -79,13 +83,8 @@ def shard_fully(
         for key, value in values.items()
     }
     named = [[name_of[id(p)] for p in g["params"]] for g in optimizer.param_groups]
-    device = next(model.parameters()).device
-    mesh = DeviceMesh.from_group(group, device.type)
-    blocks = [*repeated_blocks(model), model]
-    for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=not keep_weights)
-    model.register_forward_pre_hook(EqualBuffers(model, group))
-    units = _watch(model, blocks, group, device)
+    mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
+    units = _Division(group, mesh, keep_weights).divide(model, [*repeated_blocks(model), model])
     new = dict(model.named_parameters(remove_duplicate=False))
     for param_group, names in zip(optimizer.param_groups, named, strict=True):
         param_group["params"] = [new[name] for name in names]
@@ -106,18 +105,54 @@ def shard_fully(
     return model, optimizer
 
 
-def _watch(model: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup, device: torch.device) -> Units:
-    """Keep the ranks in step in what they do with the units of a divided model. Every rank must call it."""
-    name_of = {id(part): name for name, part in model.named_modules()}
-    names = [name_of[id(block)] for block in blocks]
-    compare: Together | History | None = None
-    if group.size() > 1 and device.type == "cpu":
-        compare = Together(group, [name or "the rest of the model" for name in names], len(list(model.parameters())))
-        model.register_forward_pre_hook(compare, prepend=True)  # before the hook of fully_shard, which gathers weights
-        model.register_state_dict_pre_hook(compare.before_state_dict)
-    elif group.size() > 1:
-        compare = History(group, device)
-    return Units(dict(zip(names, blocks, strict=True)), compare)
+@dataclass(frozen=True)
+class _Division:
+    """How a model is divided, and copies of it too.
+
+    Args:
+        group: the ranks.
+        mesh: the same ranks, in order.
+        keep_weights: as for :func:`shard_fully`.
+    """
+
+    group: dist.ProcessGroup
+    mesh: DeviceMesh
+    keep_weights: bool
+
+    def divide(self, model: nn.Module, blocks: Sequence[nn.Module], is_copy: bool = False) -> Units:
+        """Divide a model, and keep the ranks in step in what they do with its units. Every rank must call it.
+
+        Args:
+            model: the model.
+            blocks: the modules that become units, the model itself last.
+            is_copy: whether the parameters have no memory yet.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        device = torch.device(self.mesh.device_type)
+        for block in blocks:
+            if is_copy:
+                materialize(block, device)
+            fully_shard(block, mesh=self.mesh, reshard_after_forward=not self.keep_weights)
+        name_of = {id(part): name for name, part in model.named_modules()}
+        names = [name_of[id(block)] for block in blocks]
+        if (
+            not is_copy
+        ):  # the last of these hooks is called first, and all before that of fully_shard, which gathers weights
+            model.register_forward_pre_hook(EqualBuffers(model, self.group), prepend=True)
+        compare: Together | History | None = None
+        if self.group.size() > 1 and device.type == "cpu":
+            of_units = [name or "the rest of the model" for name in names]
+            compare = Together(self.group, of_units, len(list(model.parameters())))
+            model.register_forward_pre_hook(
+                compare, prepend=True
+            )  # before the hook of fully_shard, which gathers weights
+            model.register_state_dict_pre_hook(compare.before_state_dict)
+        elif self.group.size() > 1:
+            compare = History(self.group, device)
+        units = Units(dict(zip(names, blocks, strict=True)), compare, is_copy)
+        make_copyable(model, blocks, functools.partial(self.divide, is_copy=True), units.free)
+        return units
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -131,10 +166,13 @@ def _check_parameters(model: nn.Module) -> None:
         raise UsageError(
             explain(what, value=empty, fix="leave these parameters out, or train with the strategy sharded")
         )
+    if of_complex := [name for name, p in named.items() if p.is_complex()]:
+        what = "fully_shard cannot sum complex gradients"
+        raise UsageError(explain(what, value=of_complex, fix="train with the strategy ddp"))
     if hooked := [name for name, p in named.items() if _has_hooks(p)]:
         what = "fully_shard replaces parameters by new ones, which do not have the hooks that the script has registered on them"
         fix = (
-            "call register_post_accumulate_grad_hook of the prepared model's parameters, whose gradients are parts of the mean; "
+            "call register_post_accumulate_grad_hook of the prepared model's parameters, which see parts of the mean gradient; "
             "or train with the strategy ddp"
         )
         raise UsageError(explain(what, value=hooked, fix=fix))

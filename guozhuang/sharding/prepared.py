@@ -13,9 +13,10 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from ..distributed.additions import Additions
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange
-from ..gradients.output_hooks import NoHook
+from ..gradients.output_hooks import OutputHook
 from ..sync_batch_norm import use_on_cpu
 from ..units import listed
 from ..weights.equal_start import broadcast_tensors, sparse_names, start_equal
@@ -134,27 +135,27 @@ def shard(
     return model, made[0] if isinstance(optimizer, Optimizer) else made
 
 
-class EqualBuffers:
+class EqualBuffers(OutputHook):
     """A hook that copies rank 0's buffers to all ranks before a training forward, as DistributedDataParallel does.
 
-    Copies and pickles of the model get a hook that does nothing.
+    It also refuses parameters that the model got after it was prepared. Copies and pickles of the model get a hook that does
+    nothing.
 
     Args:
-        model: the model that the hook is registered on.
+        model: the model that the hook is registered on, whose parameters are divided already.
         group: the ranks.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self._additions = group, Additions(list(model.named_parameters()))
 
     @_disable_dynamo
     def __call__(self, model: nn.Module, inputs: Any) -> None:
         """Broadcast buffers if gradients are enabled and the model is in training mode. Every rank must call the forward."""
-        if model.training and torch.is_grad_enabled():
-            broadcast_tensors(model.buffers(), self._group, source=0)
-
-    def __reduce__(self) -> Any:
-        return NoHook, ()
+        if torch.is_grad_enabled():
+            self._additions.refuse(model, frozenset(), self._group.rank())
+            if model.training:
+                broadcast_tensors(model.buffers(), self._group, source=0)
 
 
 def check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -12,6 +12,7 @@ optimizer's step gathered weights stay, and gradients are summed when a backward
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -34,13 +35,15 @@ class Units:
     Args:
         modules: the modules that are units, by name, the whole model last.
         compare: compares what ranks do; None: there is one rank.
+        is_copy: whether the model is a copy, which is evaluated, averaged and evaluated again: weights are freed after each
+            forward without gradients.
 
     Attributes:
         is_kept: whether gathered weights stay until the next step. See [Note: a backward through a backward].
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], compare: Together | History | None) -> None:
-        self.compare, self.is_kept, self._is_ending = compare, False, False
+    def __init__(self, modules: Mapping[str, nn.Module], compare: Together | History | None, is_copy: bool) -> None:
+        self.compare, self.is_copy, self.is_kept, self._is_ending = compare, is_copy, False, False
         self._units = [_Unit(self, i, name, module) for i, (name, module) in enumerate(modules.items())]
         inside = {id(part) for unit in self._units[:-1] for part in unit.module.modules()}
         self._units[-1].parts = [part for part in self._units[-1].parts if id(part) not in inside]
@@ -87,6 +90,14 @@ class Units:
             self.compare.end_step()
         if self.is_kept:
             self.is_kept = False
+            self.free()
+
+    def free(self) -> None:
+        """Free the whole weights of all units, unless a forward or a backward runs or is to come that needs them as they are.
+
+        A forward without gradients leaves some gathered: parameters would be whole tensors, and changes of them be lost.
+        """
+        if not self.is_kept and not any(unit.runs for unit in self._units):
             for unit in self._units:
                 unit.free()
 
@@ -106,10 +117,12 @@ class _Unit:
         self._state = module._get_fsdp_state()
         self._group = self._state._fsdp_param_group  # None: all parameters are in other units
         self._start, self._watched = 0, 0
+        self._versions: dict[int, int] = {}
         self.parts = list(module.modules())
 
     def follow(self) -> None:
         """Begin to act around what PyTorch does for this unit."""
+        vars(self.module)["named_parameters"] = functools.partial(self._named_parameters, self.module.named_parameters)
         self.module.register_forward_pre_hook(self._begin)
         self.module.register_forward_hook(self._end)
         end = self._state._root_post_backward_final_callback
@@ -122,6 +135,10 @@ class _Unit:
             self.module.set_custom_all_gather(
                 _Compared(self._group._all_gather_comm, self._units.compare, self._number)
             )
+
+    def _named_parameters(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self._units.free()
+        return method(*args, **options)
 
     # ---- around a forward ------------------------------------------------------------------------------------------------
 
@@ -149,6 +166,8 @@ class _Unit:
             for tensor in (*tensors_with_graph(output), *self._kept_in_attributes()):
                 if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._start:
                     tensor.register_hook(self._before_backward)
+        elif self._units.is_copy:
+            self._units.free()
 
     def _kept_in_attributes(self) -> Iterator[Tensor]:
         for part in self.parts:
@@ -192,7 +211,23 @@ class _Unit:
 
     def _free_unless_kept(self) -> None:
         if not self._units.is_kept:
+            self._check_unchanged()
             self._free()
+
+    def _check_unchanged(self) -> None:
+        """Raise if whole weights were changed in place, for what is freed now is lost."""
+        for each in self._group.fsdp_params:
+            whole = getattr(each, "_unsharded_param", None)
+            version = 0 if whole is None else whole._version
+            if version == self._versions.get(id(each), 0):  # PyTorch gathers without a new version
+                continue
+            self._versions[id(each)] = version
+            what = f"{self._name(each)} was changed while it was gathered for a forward, and this change would be lost"
+            fix = (
+                "change model.parameters() between a step and the next forward, under torch.no_grad() and on every rank; and "
+                "do not change weights in a forward, as an embedding with max_norm does"
+            )
+            raise UsageError(explain(what, fix=fix))
 
     def reopen(self) -> None:
         """Let PyTorch sum the gradients of this unit at the end of a backward if some came after it had done so."""
@@ -212,10 +247,16 @@ class _Unit:
         parameters = () if self._group is None else self._group.fsdp_params
         return [self._name(each) for each in parameters if each.sharded_param._backward_hooks]
 
+    @property
+    def runs(self) -> bool:
+        """Whether this unit is in a forward or a backward."""
+        state = self._state._training_state
+        return bool(state != type(state).IDLE)
+
     def free(self) -> None:
         """Free the whole weights."""
-        if self._group is not None:
-            self._free()
+        if self._group is not None and self._group.is_unsharded:
+            self._free_unless_kept()
 
     def _name(self, parameter: Any) -> str:
         module, name = parameter._module_info.module, parameter._module_info.param_name

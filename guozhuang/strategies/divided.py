@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..distributed import DistributedDataParallel
+from ..distributed.additions import Additions
 from ..errors import UsageError, explain
 from ..exchange import GradientExchange
 from ..exchange.weights import WeightExchange
@@ -71,7 +72,7 @@ class PreparedParallel(StandsForModule):
         self.add_module("module", divided.model)
         # In the dictionary: as parts they would give parameters a second name.
         self.__dict__.update(_divided=divided, _given=given, _make_inside=make_inside, _loss=loss, _sharded=sharded)
-        self.__dict__.update(_holds_gradients=False)
+        self.__dict__.update(_holds_gradients=False, _additions=Additions(list(divided.model.named_parameters())))
         divided.averages = self._averages
         divided.has_exact_gradients = not sharded and (make_inside is None or is_exact)
         for each in given:
@@ -84,6 +85,8 @@ class PreparedParallel(StandsForModule):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.__dict__["_additions"].refuse(self.module, frozenset(), self.__dict__["_divided"].axes.everyone.rank())
         return self.__dict__["_divided"](*args, **kwargs)
 
     def _before_batch(self) -> None:

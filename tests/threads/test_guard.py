@@ -144,3 +144,16 @@ def test_a_model_that_is_not_divided_is_left_alone():
     model = model_of()
     assert all(type(p) is nn.Parameter for p in model.parameters())
     torch.testing.assert_close(full_tensor(model[0].weight), model[0].weight.detach())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_layer_replaced_after_prepare_is_refused(layout):
+    start = model_of()
+
+    def run(rank, size):
+        model, _ = prepared(layout, start)
+        model.module[3] = nn.Linear(6, 32)
+        with pytest.raises(UsageError, match=r"added to the model after it was prepared.*3\.weight"):
+            model(torch.ones(4, 6))
+
+    run_threads(run, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +199,153 @@ HABITS = {
 def test_it_is_equal_to_one_process(habit: str, strategy: str) -> None:
     make, train = HABITS[habit]
     run_threads(trained, 2, strategy, made(make), train)
+
+
+# ---- copies ------------------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Tied weights, frozen ones, a buffer, a hook and an attribute of the script, and blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.out.weight = self.inp.weight
+        self.blocks[0][0].bias.requires_grad_(False)
+        self.register_buffer("scale", torch.full((), 2.0))
+        self.count, self.known = 0, [self.blocks]
+        self.register_forward_hook(counts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+def counts(module: Any, inputs: Any, output: Any) -> None:
+    module.count += 1
+
+
+def by_zip(average: nn.Module, model: nn.Module) -> None:
+    for a, b in zip(average.parameters(), model.parameters(), strict=True):
+        a.mul_(0.9).add_(b, alpha=0.1)
+
+
+def by_foreach(average: nn.Module, model: nn.Module) -> None:
+    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.1)
+
+
+def by_state(average: nn.Module, model: nn.Module) -> None:
+    now = model.state_dict()
+    for name, value in average.state_dict().items():
+        value.lerp_(now[name], 0.1)
+
+
+def by_class(average: Any, model: nn.Module) -> None:
+    average.update_parameters(model)
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+
+
+AVERAGES = {
+    "zip": (copy.deepcopy, by_zip),
+    "foreach": (copy.deepcopy, by_foreach),
+    "state_dict": (copy.deepcopy, by_state),
+    "AveragedModel": (averaged, by_class),
+}
+
+
+def averages(rank: int, size: int, strategy: str, how: str, plain: nn.Module) -> None:
+    start, update = AVERAGES[how]
+    outputs = []
+    for is_alone in (True, False):
+        model, x = copy.deepcopy(plain), batch(99)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if not is_alone:
+            model, optimizer = STRATEGIES[strategy](model, optimizer)
+        average, best = start(model), None
+        for step in range(4):
+            rows = batch(step)
+            model(rows if is_alone else rows[rank::size]).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                update(average, model)
+                outputs.append(average(x))  # evaluated, then averaged again
+                outputs.append(model(x))
+            best = copy.deepcopy(model) if step == 1 else best
+        outputs.append(best(x).detach())
+        inside = best.module if isinstance(best, DistributedDataParallel) else best
+        assert inside.out.weight is inside.inp.weight and not inside.blocks[0][0].bias.requires_grad
+        assert inside.known[0] is inside.blocks
+        best(x).sum().backward()  # a copy may be trained on, by another optimizer
+    half = len(outputs) // 2
+    for alone, ours in zip(outputs[:half], outputs[half:], strict=True):
+        torch.testing.assert_close(ours, alone, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", AVERAGES)
+def test_averages_of_weights_are_those_of_one_process(how: str, strategy: str) -> None:
+    run_threads(averages, 2, strategy, how, made(Tied))
+
+
+def refuses_copies(rank: int, size: int, strategy: str, plain: nn.Module) -> None:
+    model = copy.deepcopy(plain)
+    model, _ = STRATEGIES[strategy](model, adam(model))
+    with pytest.raises(UsageError, match=r"cannot be copied without the model.*copy\.deepcopy\(model\)"):
+        copy.deepcopy(model.blocks[0])
+    with pytest.raises(UsageError, match=r"a pickle of the module.*gz\.save"):
+        pickle.dumps(model)
+    with torch.no_grad():
+        model(batch(0))
+        if strategy == "sharded-gradients":
+            model.out.bias.zero_()  # gathered now, so that the change would be lost
+            with pytest.raises(UsageError, match=r"out\.bias was changed while it was gathered"):
+                list(model.parameters())
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert not model(batch(0)).any()
+
+
+@pytest.mark.parametrize("strategy", FULLY)
+def test_what_cannot_be_copied_or_would_be_lost_is_refused(strategy: str) -> None:
+    run_threads(refuses_copies, 2, strategy, made(Tied))
+
+
+# ---- a model that changes after prepare -----------------------------------------------------------------------------------
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a layer replaced": lambda m: setattr(m, "out", nn.Linear(4, 4).double()),
+    "a block replaced": lambda m: m.blocks.__setitem__(1, nn.Sequential(nn.Linear(4, 4)).double()),
+    "a layer inside of a block replaced": lambda m: m.blocks[1].__setitem__(0, nn.Linear(4, 4).double()),
+    "a parameter replaced": lambda m: setattr(m.out, "bias", nn.Parameter(torch.zeros(4).double())),
+    "a parametrization added": lambda m: nn.utils.parametrizations.weight_norm(m.blocks[0][0]),
+}
+
+
+def changes(rank: int, size: int, strategy: str, change: str, plain: nn.Module) -> None:
+    model = copy.deepcopy(plain)
+    model, optimizer = STRATEGIES[strategy](model, adam(model))
+    model(batch(rank)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    CHANGES[change](model.module if isinstance(model, DistributedDataParallel) else model)
+    with pytest.raises(
+        UsageError, match=r"added to the model after it was prepared.*(out|blocks\.[01]).*prepare it then"
+    ):
+        model(batch(rank))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changes_after_prepare_is_refused(change: str, strategy: str) -> None:
+    run_threads(changes, 2, strategy, change, made(Tied))
 
 
 # ---- parts of the model that ranks use differently ---------------------------------------------------------------------------
