@@ -11,6 +11,7 @@ ones that name ``horovod`` can be read wherever ``horovod`` can be imported.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -18,6 +19,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from types import CodeType, ModuleType
+from typing import Any
 
 #: Relative to this package. It holds one package for each of ``SYSTEMS``; where the real one is installed, that one is loaded.
 ON_PATH_FOLDER = "compat/on_path"
@@ -72,6 +74,25 @@ def install(root: str) -> None:
     if not any(isinstance(finder, _Finder) and finder.system is system for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(system))
     sys.modules[root] = importlib.import_module(system.target)
+    _take_older_calls()
+
+
+def _take_older_calls() -> None:
+    """Let PyTorch take what it took when these systems were made: ``profile(enabled, use_cuda, record_shapes)``."""
+    from torch.autograd import profiler
+
+    present = profiler.profile.__init__
+    if hasattr(present, "__wrapped__"):
+        return
+
+    @functools.wraps(present)
+    def init(self: profiler.profile, enabled: bool = True, *older: bool, **named: Any) -> None:
+        given = dict(zip(("use_cuda", "record_shapes"), older, strict=False))
+        if twice := given.keys() & named.keys():
+            raise TypeError(f"profile() got several values for {', '.join(sorted(twice))}")
+        present(self, enabled, *older[len(given) :], **given, **named)
+
+    profiler.profile.__init__ = init  # type: ignore[method-assign]
 
 
 class _Finder(importlib.abc.MetaPathFinder):

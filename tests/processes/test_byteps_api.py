@@ -216,9 +216,11 @@ def case_groups_without_names(rank: int, size: int) -> None:
 def case_order_of_declaration(rank: int, size: int) -> None:
     a, b = (nn.Parameter(torch.zeros(2)) for _ in range(2))
     bps.suspend()
-    with pytest.raises(ValueError, match=r"BytePS has not been initialized; use bps.init\(\)\."):
-        bps.size()
+    assert (bps.rank(), bps.size(), bps.local_rank(), bps.local_size()) == (rank, size, rank, size)
+    with pytest.raises(RuntimeError, match=r"BytePS has not been initialized; use bps.init\(\)\."):
+        bps.push_pull(torch.ones(1), name="while suspended")
     declared.names.clear()
+    declared.keys.clear()
     bps.init()
     bps.DistributedOptimizer(torch.optim.SGD([b, a], lr=1.0), named_parameters=[("b", b), ("a", a)])
     expected = [f"byteps.{name}" for name in ("Gradient.a", "Gradient.b", "Parameter.a", "Parameter.b")]

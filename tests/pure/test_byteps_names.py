@@ -98,3 +98,17 @@ def test_asynchronous_or_not(monkeypatch: pytest.MonkeyPatch, text: str | None, 
             session.is_asynchronous()
     else:
         assert session.is_asynchronous() is found
+
+
+def test_pytorchs_profiler_takes_what_it_took_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd.profiler.profile, "__init__", torch.autograd.profiler.profile.__init__)
+    redirect.install("byteps")
+    redirect.install("byteps")  # nothing happens twice
+    with pytest.warns(UserWarning, match="CUDA is not available"), torch.autograd.profiler.profile(True, True) as found:
+        torch.ones(3).sum()
+    assert not found.use_device and any(event.key == "aten::sum" for event in found.key_averages())
+    assert not torch.autograd.profiler.profile(enabled=False, use_cuda=False).enabled
+    with pytest.raises(TypeError, match="several values for use_cuda"):
+        torch.autograd.profiler.profile(True, True, use_cuda=True)
+    with pytest.raises(TypeError):
+        torch.autograd.profiler.profile(True, True, True, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from guozhuang.compat.byteps import variables
 from guozhuang.compat.horovod.common.basics import HorovodBasics
@@ -48,8 +48,18 @@ class DeclaredNames:
                 self.declare(f"byteps.{prefix}{name}")
 
 
+class RankPosition(NamedTuple):
+    """Where a process is among the ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
 declared, speed = DeclaredNames(), Speed()
 _basics = HorovodBasics()
+_left: RankPosition | None = None  # in the world that this process has left last
 
 
 def here(error: type[Exception] = ValueError) -> HorovodState:
@@ -83,7 +93,13 @@ def init(lazy: bool = True) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world, if this process is in one; operations that have not ended fail. ``init`` may be called again."""
+    """Leave the world, if this process is in one; operations that have not ended fail. ``init`` may be called again.
+
+    ``rank``, ``size``, ``local_rank`` and ``local_size`` go on answering what they were, as in BytePS.
+    """
+    global _left
+    if state() is not None:
+        _left = _position()
     _basics.shutdown()
     declared.keys.clear()
 
@@ -138,24 +154,31 @@ def resume(num_workers: int, num_servers: int, global_rank: int, context: Any = 
         declared.declare(name)
 
 
+def _position() -> RankPosition:
+    if state() is None and _left is not None:
+        return _left
+    found = here()
+    return RankPosition(found.rank, found.size, found.place.local_rank, found.place.local_size)
+
+
 def size() -> int:
-    """Return the number of ranks. Like ``rank`` and the others it raises ValueError before ``init``."""
-    return here().size
+    """Return the number of ranks. Like ``rank`` and the others it raises ValueError before the first ``init``."""
+    return _position().size
 
 
 def rank() -> int:
     """Return the rank of this process, from 0."""
-    return here().rank
+    return _position().rank
 
 
 def local_size() -> int:
     """Return how many ranks this machine has."""
-    return here().place.local_size
+    return _position().local_size
 
 
 def local_rank() -> int:
     """Return the rank of this process among those of its machine."""
-    return here().place.local_rank
+    return _position().local_rank
 
 
 def get_pushpull_speed() -> tuple[int, float]:
