@@ -106,7 +106,7 @@ class Proof:
             run: runs the divided forward.
 
         Raises:
-            UsageError: it differs from that of one process; on every rank that holds the same copy of the model.
+            UsageError: it differs from that of one process; on every rank.
         """
         if self._had_backward and reference.here is None:
             self._close(proved=True)
@@ -400,12 +400,12 @@ class Proof:
         self._close(proved=False)
         _, rank, first = found[0]
         text = explained(first, name, self._axes.layout, None if divided is None else divided.model, models)
-        raise UsageError(explain(text.what, rank=dist.get_process_group_ranks(self._group)[rank], fix=text.fix))
+        raise UsageError(explain(text.what, rank=dist.get_process_group_ranks(self._axes.everyone)[rank], fix=text.fix))
 
     def _everyones(self, mine: list[Deviation]) -> list[tuple[int, int, Deviation]]:
         """Return the differences on all ranks, the most telling first, with the numbers of their kinds and ranks."""
-        everyones: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyones, mine, group=self._group)
+        everyones: list[Any] = [None] * self._axes.everyone.size()
+        dist.all_gather_object(everyones, mine, group=self._axes.everyone)
         return sorted((KINDS.index(each.kind), rank, each) for rank, some in enumerate(everyones) for each in some)
 
     def _close(self, *, proved: bool) -> None:
