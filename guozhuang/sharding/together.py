@@ -23,7 +23,7 @@ from ..errors import MismatchError, explain, rank_table
 from ..gradients.output_hooks import OutputHook
 from ..world.versions import all_gather_single
 
-_CALLS = ("a training forward", "a forward without gradients", "state_dict()")
+_CALLS = ("a training forward", "a forward without gradients", "state_dict()", "a step without gradients")
 _BITS = 62  # flags that one number of 64 bits carries
 
 
@@ -52,6 +52,10 @@ class Together(OutputHook):
     def before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Compare ranks before ``state_dict()``. Every rank must call."""
         self._compare(2)
+
+    def before_empty_step(self) -> None:
+        """Compare ranks before a step in which no parameter has a gradient. Every rank must call."""
+        self._compare(3)
 
     def before_gather(self, unit: int) -> None:
         """Compare ranks before the weights of a unit are gathered. Every rank must call."""

@@ -23,6 +23,7 @@ from torch.utils import _pytree
 
 from ..errors import UsageError, explain
 from ..gradients.forwards import current_number, tensors_with_graph
+from ..gradients.output_hooks import OutputHook
 from ..units import listed
 from .together import History, Together
 
@@ -40,10 +41,14 @@ class Units:
 
     Attributes:
         is_kept: whether gathered weights stay until the next step. See [Note: a backward through a backward].
+        is_left: whether a forward without gradients may have left weights gathered. Parameters would be whole tensors then,
+            and changes of them be lost.
+        had_forward: whether a forward with gradients came since the last step.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], compare: Together | History | None, is_copy: bool) -> None:
         self.compare, self.is_copy, self.is_kept, self._is_ending = compare, is_copy, False, False
+        self.had_forward = self.is_left = False
         self._units = [_Unit(self, i, name, module) for i, (name, module) in enumerate(modules.items())]
         inside = {id(part) for unit in self._units[:-1] for part in unit.module.modules()}
         self._units[-1].parts = [part for part in self._units[-1].parts if id(part) not in inside]
@@ -83,9 +88,22 @@ class Units:
             raise UsageError(explain(what, fix=fix))
         left = [name for unit in self._units for name in unit.left()]
         if left:
-            what = f"the step would miss gradients that are not averaged yet, of {listed(left)}"
-            fix = "call set_requires_gradient_sync(True) before the last backward of a step, or use gz.accumulate"
+            what = f"the step would miss gradients that are not averaged, of {listed(left)}"
+            fix = (
+                "call set_requires_gradient_sync(True) before the last backward of a step, or use gz.accumulate; set no "
+                "gradient by hand between forward and backward"
+            )
             raise UsageError(explain(what, fix=fix))
+        if self.had_forward and not any(unit.has_gradients for unit in self._units):
+            if isinstance(self.compare, Together):
+                self.compare.before_empty_step()
+            what = "no parameter of the model has a gradient in this step, after a forward with gradients"
+            fix = (
+                "call loss.backward() on what the model returned; torch.autograd.grad(loss, model.parameters()) finds no "
+                "gradients where weights are divided, so take it with the strategy sharded"
+            )
+            raise UsageError(explain(what, fix=fix))
+        self.had_forward = False
         if isinstance(self.compare, History):
             self.compare.end_step()
         if self.is_kept:
@@ -93,13 +111,11 @@ class Units:
             self.free()
 
     def free(self) -> None:
-        """Free the whole weights of all units, unless a forward or a backward runs or is to come that needs them as they are.
-
-        A forward without gradients leaves some gathered: parameters would be whole tensors, and changes of them be lost.
-        """
+        """Free the whole weights of all units, unless a forward or a backward runs, or one is to come that needs them."""
         if not self.is_kept and not any(unit.runs for unit in self._units):
             for unit in self._units:
                 unit.free()
+            self.is_left = False
 
 
 class _Unit:
@@ -131,13 +147,17 @@ class _Unit:
             return
         self._sum, self._free = self._group.post_backward, self._group.reshard
         self._group.post_backward, self._group.reshard = self._sum_together, self._free_unless_kept
+        for each in self._group.fsdp_params:
+            if each.sharded_param.requires_grad:
+                each.sharded_param.register_hook(_Placed(each.sharded_param))
         if self._units.compare is not None:
             self.module.set_custom_all_gather(
                 _Compared(self._group._all_gather_comm, self._units.compare, self._number)
             )
 
     def _named_parameters(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self._units.free()
+        if self._units.is_left:
+            self._units.free()
         return method(*args, **options)
 
     # ---- around a forward ------------------------------------------------------------------------------------------------
@@ -163,11 +183,14 @@ class _Unit:
     @_disable_dynamo
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
+            self._units.had_forward |= module.training
             for tensor in (*tensors_with_graph(output), *self._kept_in_attributes()):
                 if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._start:
                     tensor.register_hook(self._before_backward)
-        elif self._units.is_copy:
-            self._units.free()
+        else:
+            self._units.is_left = True
+            if self._units.is_copy:
+                self._units.free()
 
     def _kept_in_attributes(self) -> Iterator[Tensor]:
         for part in self.parts:
@@ -245,7 +268,13 @@ class _Unit:
     def hooked(self) -> list[str]:
         """Return the names of parameters with hooks that nobody calls."""
         parameters = () if self._group is None else self._group.fsdp_params
-        return [self._name(each) for each in parameters if each.sharded_param._backward_hooks]
+        hooks = ((each, (each.sharded_param._backward_hooks or {}).values()) for each in parameters)
+        return [self._name(each) for each, some in hooks if any(not isinstance(hook, _Placed) for hook in some)]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient for the step."""
+        return self._group is not None and any(each.sharded_param.grad is not None for each in self._group.fsdp_params)
 
     @property
     def runs(self) -> bool:
@@ -267,6 +296,21 @@ class _Unit:
 def _has_gradient(parameter: Any) -> bool:
     whole = getattr(parameter, "_unsharded_param", None)
     return whole is not None and (whole.grad is not None or parameter.unsharded_accumulated_grad is not None)
+
+
+class _Placed(OutputHook):
+    """A hook that divides a gradient as its parameter is divided, where the script has computed with the divided parameter.
+
+    Args:
+        parameter: the divided parameter.
+    """
+
+    def __init__(self, parameter: Any) -> None:
+        self._mesh, self._placements = parameter.device_mesh, parameter.placements
+
+    def __call__(self, gradient: Any, *unused: Any) -> Any:
+        """Return the gradient, divided. Every rank must call."""
+        return gradient.redistribute(self._mesh, self._placements)
 
 
 class _Compared:

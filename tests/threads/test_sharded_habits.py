@@ -174,6 +174,35 @@ def by_micro_batches(model: Any, optimizer: Optimizer, mine: Callable[[Tensor], 
         optimizer.zero_grad()
 
 
+def by_penalty_on_weights(model: Any, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    """A penalty on the weights, which the script computes from the parameters between forward and backward."""
+    for step in range(3):
+        loss = model(mine(batch(step))).pow(2).mean()
+        (loss + 0.1 * sum(squared(p) for p in model.parameters())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def squared(parameter: Any) -> Any:
+    return Squared.apply(parameter) if hasattr(parameter, "to_local") else parameter.pow(2).sum()
+
+
+class Squared(torch.autograd.Function):
+    """What DTensor computes by functions of C++ that know the groups of processes alone: its gradient comes undivided."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any) -> Tensor:
+        ctx.parameter = parameter
+        return whole(parameter).pow(2).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        undivided = 2 * gradient * whole(ctx.parameter)
+        return DTensor.from_local(undivided, ctx.parameter.device_mesh, [Replicate()], run_check=False)
+
+
 def by_thawing(model: Any, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
     """Parts are frozen and trained again, as in stages of a fine-tuning."""
     for step in range(4):
@@ -188,6 +217,7 @@ def by_thawing(model: Any, optimizer: Optimizer, mine: Callable[[Tensor], Tensor
 HABITS = {
     "micro-batches": (smooth, by_micro_batches),
     "frozen and thawed": (smooth, by_thawing),
+    "a penalty on weights": (smooth, by_penalty_on_weights),
     "own class": (OwnNet, by_own_class),
     "attributes": (OwnNet, by_attributes),
     "penalties": (smooth, by_penalties),
@@ -489,8 +519,24 @@ def with_hooks(rank: int, size: int, strategy: str, plain: nn.Module) -> None:
     optimizer.zero_grad()
     model.set_requires_gradient_sync(False)
     model(batch(rank)).mean().backward()
-    with pytest.raises(UsageError, match=r"not averaged yet, of .*0\.weight"):
+    with pytest.raises(UsageError, match=r"not averaged, of .*0\.weight"):
         optimizer.step()
+
+
+def with_gradients_by_hand(rank: int, size: int, strategy: str, plain: nn.Module) -> None:
+    model = copy.deepcopy(plain)
+    model, optimizer = STRATEGIES[strategy](model, adam(model))
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(model(batch(rank)).mean(), parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    with pytest.raises(UsageError, match=r"no parameter of the model has a gradient.*torch\.autograd\.grad"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", FULLY)
+def test_gradients_that_autograd_does_not_find_are_refused(strategy: str) -> None:
+    run_threads(with_gradients_by_hand, 2, strategy, made(smooth))
 
 
 @pytest.mark.parametrize("strategy", FULLY)
