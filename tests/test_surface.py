@@ -64,6 +64,7 @@ SSH_OPTIONS = {
 RUN_OPTIONS_BESIDES_TORCHRUN = SSH_OPTIONS | {
     "-np",
     "--attention",
+    "--audit",
     "--backend",
     "--batch-by",
     "--bind",
@@ -147,6 +148,7 @@ COMPARE_OPTIONS = {
 }
 ENVIRONMENT = {
     "GUOZHUANG_ATTENTION",
+    "GUOZHUANG_AUDIT",
     "GUOZHUANG_BACKEND",
     "GUOZHUANG_BATCH_BY",
     "GUOZHUANG_BIND",

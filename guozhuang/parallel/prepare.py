@@ -84,6 +84,7 @@ class Wishes:
         schedule: one of :data:`SCHEDULES`; None: the first, or with ``loss`` the second.
         attention: one of :data:`ATTENTION`; None: the first.
         proof: whether the first batches are compared with the undivided model.
+        audit_every: after so many optimizer steps they are compared again; None: never.
     """
 
     cut: Sequence[str] | None = None
@@ -93,6 +94,7 @@ class Wishes:
     schedule: str | None = None
     attention: str | None = None
     proof: bool = True
+    audit_every: int | None = None
 
 
 class EqualBatches:
@@ -386,9 +388,7 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
     gather_states(model)
     watch_norms(model)
     found = Divided(model, axes)
-    form = None
-    if wishes.proof:
-        found.proof, form = proof_of(axes), UndividedForm(model)
+    found.proof, form = (proof_of(axes), UndividedForm(model)) if wishes.proof else (None, None)
     if axes.size("tp") > 1:
         _later("tensor", "divide_tensors")(model, axes, wishes.plan)
     if axes.size("space") > 1:
@@ -408,9 +408,9 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
         found.around = WHOLE
     elif axes.group("space", "sequence", "tp") is not None:
         found.draws = Draws(model)
-    if found.proof is not None and form is not None:
+    if found.proof and form:
         form.was_divided()
-        found.proof.add(found, form)
+        found.proof.add(found, form, wishes.audit_every)
     if found.pipe is None:
         found.guard()
     return found

@@ -31,6 +31,7 @@ from guozhuang.world import (
     init,
     lay_out,
     requested_attention,
+    requested_audit,
     requested_bucket_cap_mb,
     requested_checkpoint,
     requested_groups,
@@ -120,6 +121,7 @@ def prepare(
     wishes = {"cut": cut, "plan": plan, "loss": loss, "num_microbatches": count, "schedule": schedule}
     wishes["attention"] = requested_attention() if attention is None else attention
     wishes["proof"] = requested_proof() if proof is None else proof
+    wishes["audit_every"] = requested_audit()
     prepared = prepare_unseen(
         model, optimizer, strategy, num_replicas=num_replicas, ddp_options=ddp_options, layout=layout, wishes=wishes
     )
@@ -163,10 +165,20 @@ def prepare_unseen(
         why = "as asked" if asked_for is not None else "the default"
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
     _check_axis_options(world)
-    setup = Setup(world, num_replicas, num_groups, options, wishes or {})
+    audit_every = requested_audit()
     is_divided = world.layout.model_size > 1 and not chosen.divides_itself
+    if audit_every is not None or not requested_proof():
+        from guozhuang.strategies.comparisons import check_comparisons  # imported only when needed
+
+        check_comparisons(chosen, is_divided, requested_proof(), audit_every)
+    setup = Setup(world, num_replicas, num_groups, options, wishes or {})
     takes_all = len(optimizers) > 1 and (is_divided or isinstance(chosen.prepare, Sharded))
     stepped: Any = optimizers if takes_all else optimizers[0]
+    form: Any = None
+    if audit_every is not None and world.size > 1 and not is_divided:
+        from guozhuang.parallel.proof.undivided import UndividedForm  # imported only when needed
+
+        form = UndividedForm(model)
     if not is_divided:
         found = chosen.prepare(model, stepped, setup)
     else:
@@ -192,6 +204,10 @@ def prepare_unseen(
     look_for_nan(model, prepared[0], prepared[1], chosen, world)
     if world.size > 1:
         measure_own_time(prepared[0], prepared[1], chosen, world)
+    if audit_every is not None and form is not None:
+        from guozhuang.strategies.audit import audit_pair  # imported only when needed
+
+        audit_pair(chosen.name, audit_every, model, prepared[0], several(prepared[1]), form)
     path = requested_timeline()
     if path is not None:
         timeline = Timeline(world.rank)

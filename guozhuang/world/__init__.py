@@ -13,6 +13,7 @@ from guozhuang.world.identity import World
 from guozhuang.world.layout import Layout
 from guozhuang.world.requests import (
     requested_attention,
+    requested_audit,
     requested_backend,
     requested_bucket_cap_mb,
     requested_checkpoint,
@@ -42,6 +43,7 @@ __all__ = [
     "init",
     "lay_out",
     "requested_attention",
+    "requested_audit",
     "requested_backend",
     "requested_bucket_cap_mb",
     "requested_checkpoint",

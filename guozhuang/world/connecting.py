@@ -34,6 +34,7 @@ from guozhuang.world.devices import choose, device_to_bind, num_cuda
 from guozhuang.world.identity import Identity
 from guozhuang.world.requests import (
     requested_attention,
+    requested_audit,
     requested_bind,
     requested_bucket_cap_mb,
     requested_gloo_interface,
@@ -82,6 +83,7 @@ def settings(backend: str | None, device: str | torch.device | None) -> dict[str
         "--schedule": requested_schedule() or "",
         "--attention": requested_attention() or "",
         "--no-proof": "" if requested_proof() else "given",
+        "--audit": str(requested_audit() or ""),
         "--groups": str(requested_groups()),
         "--bucket-cap-mb": f"{requested_bucket_cap_mb() or 0:g}",
         "--servers": str(servers[0] if servers else 0),

@@ -134,6 +134,16 @@ def requested_proof() -> bool:
     return text == "1"
 
 
+def requested_audit() -> int | None:
+    """Return N of ``guozhuang run --audit N`` (environment GUOZHUANG_AUDIT); None if it was not given.
+
+    Raises:
+        UsageError: the variable holds no whole number of at least 1.
+    """
+    fix = "give `guozhuang run --audit` a number of optimizer steps, or unset it"
+    return number(os.environ, "GUOZHUANG_AUDIT", at_least=1, fix=fix)
+
+
 def requested_servers() -> tuple[int, str] | None:
     """Return (number of servers, ``host:port`` of the store at which they meet) of this run; None if it has no servers.
 

@@ -26,6 +26,22 @@ ROWS = (
     (("--strategy", "tensor", "--microbatches", "4"), "--microbatches 4 is about the stages of a pipeline"),
     (("--strategy", "ddp", "--servers", "2"), "--servers starts parameter servers, and strategy ddp uses none"),
     (("--strategy", "sharded", "--servers", "2"), "--servers starts parameter servers"),
+    (
+        ("--strategy", "ddp", "--no-proof"),
+        "--no-proof is about models that are divided, and strategy ddp divides none here",
+    ),
+    (("--strategy", "sharded", "--layout", "dp=2", "--no-proof"), "--no-proof is about models that are divided"),
+    (("--strategy", "torch-pipeline", "--no-proof"), "--no-proof is about models that are divided"),
+    (("--strategy", "ddp", "--audit", "0"), "--audit is a number of optimizer steps, at least 1"),
+    (
+        ("--strategy", "tensor", "--no-proof", "--audit", "9"),
+        "--audit 9 repeats the comparison that --no-proof leaves out",
+    ),
+    (("--strategy", "quantize8", "--audit", "9"), "differs from one process on purpose"),
+    (("--strategy", "local-sgd", "--audit", "9"), "differs from one process on purpose"),
+    (("--strategy", "none", "--audit", "9"), "each rank trains a model of its own"),
+    (("--strategy", "torch-tensor", "--audit", "9"), "by PyTorch's own means"),
+    (("--replace-ddp", "--audit", "9"), "--audit compares what gz.prepare has prepared"),
 )
 VARIABLES = (
     ("STRATEGY", "nothing", "no such strategy"),
@@ -34,6 +50,9 @@ VARIABLES = (
     ("MICROBATCHES", "0", "at least 1"),
     ("SCHEDULE", "x", "--schedule is the order"),
     ("ATTENTION", "x", "--attention is the way"),
+    ("PROOF", "x", "GUOZHUANG_PROOF must be one of 0, 1"),
+    ("AUDIT", "x", "GUOZHUANG_AUDIT must be a whole number"),
+    ("AUDIT", "0", "--audit is a number of optimizer steps"),
     ("BACKEND", "x", "backend is not known"),
     ("GROUPS", "x", "GUOZHUANG_GROUPS must be a whole number"),
     ("BUCKET_CAP_MB", "x", "GUOZHUANG_BUCKET_CAP_MB must be a number"),
@@ -51,6 +70,12 @@ FINE = (
     ("--strategy", "torch-pipeline", "--schedule", "1f1b"),
     ("--strategy", "async-parameter-server", "--servers", "1"),
     ("--strategy", "byteps", "--servers", "1"),
+    ("--strategy", "pipeline", "--no-proof"),
+    ("--strategy", "quantize8", "--layout", "tp=2", "--no-proof"),
+    ("--strategy", "hybrid", "--layout", "tp=2", "--audit", "9"),
+    ("--strategy", "sharded", "--audit", "9"),
+    ("--no-proof",),
+    ("--audit", "9"),
 )
 
 

@@ -49,6 +49,13 @@ def parser() -> argparse.ArgumentParser:
         help="Do not compare the first batches of a divided model (pipeline, tensor, space, sequence) with one process.",
     )
     add(
+        "--audit",
+        type=int,
+        metavar="N",
+        help="Compare the gradients of every N-th step with those of one process on the batches of all ranks, under every "
+        "exact strategy; end the run where they differ. See the docs.",
+    )
+    add(
         "--replace-ddp",
         action="store_true",
         help="For scripts that use PyTorch alone: its DistributedDataParallel is ours, and gloo on one node is shm.",

@@ -53,6 +53,8 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "BACKEND": ("backend", str),
     "GROUPS": ("groups", _count),
     "BUCKET_CAP_MB": ("bucket_cap_mb", _number),
+    "AUDIT": ("audit", _count),
+    "PROOF": ("no_proof", lambda text: _one_of("0", "1")(text) == "0"),
     "HANG_TIMEOUT": ("hang_timeout", str),
     "SLOW_RANK": ("slow_rank", _one_of("warn", "off")),
     "BATCH_BY": ("batch_by", _one_of("equal", "speed")),
@@ -70,7 +72,7 @@ def take_variables(found: argparse.Namespace, environ: Mapping[str, str]) -> Non
     """
     for name, (option, read) in _VARIABLES.items():
         text = environ.get(f"GUOZHUANG_{name}", "").strip()
-        if text and getattr(found, option, None) is None:
+        if text and getattr(found, option, None) in (None, False):
             try:
                 setattr(found, option, read(text))
             except ValueError as error:
@@ -99,6 +101,14 @@ def check(found: argparse.Namespace, num_local_ranks: int) -> None:
         raise UsageError(explain("--layout names no axis", value=found.layout, fix=fix))
     if found.checkpoint is not None:
         _check_checkpoint(found.checkpoint)
+    if found.audit is not None and found.audit < 1:
+        what = "--audit is a number of optimizer steps, at least 1"
+        raise UsageError(explain(what, value=found.audit, fix="give 1 or more"))
+    if found.audit is not None and found.replace_ddp:
+        what = (
+            "--audit compares what gz.prepare has prepared, and under --replace-ddp the script wraps its model itself"
+        )
+        raise UsageError(explain(what, fix="leave it out, or call gz.prepare in the script"))
     if found.strategy is None:
         return  # the script may name one
     _check_strategys_own(found)
@@ -106,6 +116,7 @@ def check(found: argparse.Namespace, num_local_ranks: int) -> None:
 
 def _check_strategys_own(found: argparse.Namespace) -> None:
     from guozhuang import strategies  # imported only when needed
+    from guozhuang.strategies.comparisons import check_comparisons
     from guozhuang.strategies.ways import Lazy
 
     chosen = strategies.get(found.strategy)
@@ -118,6 +129,10 @@ def _check_strategys_own(found: argparse.Namespace) -> None:
     if given and not may_have_stages:
         what = f"{given[0]} is about the stages of a pipeline, and strategy {chosen.name} has none here"
         raise UsageError(explain(what, fix="leave it out, or choose --strategy pipeline or a --layout with pp"))
+    sizes = (found.layout or "").replace(" ", "").split(",")
+    is_divided = found.strategy == HYBRID or any(each and not each.startswith("dp=") for each in sizes)
+    is_divided = (is_divided or found.strategy in OWN_AXIS) and not chosen.divides_itself
+    check_comparisons(chosen, is_divided, not found.no_proof, found.audit)
     exchange, prepare = getattr(chosen.prepare, "exchange", None), chosen.prepare
     serves = isinstance(exchange, Lazy) and exchange.uses("exchange.parameter_server")
     is_ours = prepare.__module__.startswith("guozhuang.strategies.")  # of others it is not known

@@ -342,7 +342,7 @@ def _layout(found: argparse.Namespace, num_local_ranks: int, least_nodes: int, m
         Layout.parse(found.layout, found.strategy or "", num_local_ranks * most_nodes)
     given = {"LAYOUT": found.layout, "MICROBATCHES": found.microbatches, "SCHEDULE": found.schedule}
     given["ATTENTION"] = found.attention
-    given["PROOF"] = 0 if found.no_proof else None
+    given |= {"PROOF": 0 if found.no_proof else None, "AUDIT": found.audit}
     return {f"GUOZHUANG_{name}": str(value) for name, value in given.items() if value is not None}
 
 

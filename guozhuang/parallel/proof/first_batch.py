@@ -89,11 +89,11 @@ class Proof:
         self._tokens: dict[tuple[int, str], Any] = {}
         self._compared: dict[int, Divided] = {}
 
-    def add(self, divided: Divided, form: UndividedForm) -> None:
-        """Prove the forwards of a model from now on. Every rank must call it."""
+    def add(self, divided: Divided, form: UndividedForm, every: int | None = None) -> None:
+        """Prove the forwards of a model from now on, and again after so many optimizer steps. Every rank must call it."""
         # Counted by group, because a rank may have forgotten models, and this proof with them, that another one still has.
         number = _num_models[self._group] = _num_models.get(self._group, -1) + 1
-        self._models[number] = ProvedModel(divided, form)
+        self._models[number] = ProvedModel(divided, form, every)
 
     def forward(
         self, divided: Divided, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Callable[[], Any]

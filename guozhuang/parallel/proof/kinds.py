@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils import _pytree as pytree
 
+from ...registry import registry
 from .undivided import UndividedForm
 
 if TYPE_CHECKING:
@@ -35,13 +36,22 @@ class ProvedModel:
     Args:
         divided: the model.
         form: what it was before.
+        every: after so many optimizer steps, which all ranks count alike, nothing counts as proved any more; None: never.
     """
 
-    def __init__(self, divided: Divided, form: UndividedForm) -> None:
+    def __init__(self, divided: Divided, form: UndividedForm, every: int | None = None) -> None:
         self.form: UndividedForm | None = form  # which holds the model
         self.divided = weakref.ref(divided, self._forget)
-        self.kinds: set[Hashable] = set()
+        self._kinds: set[Hashable] = set()
+        self._every, self._began_at_step = every, registry.num_steps
         self._structure: tuple[int, list[nn.Module], int] = (-1, [], 0)
+
+    @property
+    def kinds(self) -> set[Hashable]:
+        """The kinds of forwards that were proved."""
+        if self._every is not None and registry.num_steps >= self._began_at_step + self._every:
+            self._kinds, self._began_at_step = set(), registry.num_steps
+        return self._kinds
 
     def _forget(self, _: object) -> None:
         self.form = None

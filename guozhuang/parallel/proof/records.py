@@ -97,7 +97,7 @@ def _note_output(record: ForwardRecord, module: nn.Module, _: Any, output: Any) 
 def recording(model: nn.Module) -> Iterator[ForwardRecord]:
     """Record a forward of the model in this block; its outputs are to be given to the record afterwards."""
     record = ForwardRecord()
-    attributes, generators = _attributes(model), _generators()
+    attributes, generators = _attributes(model), states_of_generators()
     before = _running.record, _running.names
     _running.record, _running.names = record, {id(module): name for name, module in model.named_modules() if name}
     handle = register_module_forward_hook(functools.partial(_note_output, record))
@@ -110,7 +110,7 @@ def recording(model: nn.Module) -> Iterator[ForwardRecord]:
         if key not in attributes or attributes[key][1] != token:
             record.changed[key] = value
     record.buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
-    after = _generators()
+    after = states_of_generators()
     record.generators = {name: (state, after.get(name, "")) for name, state in generators.items()}
 
 
@@ -157,7 +157,8 @@ def _kept(value: Any) -> Any:
 _MOST_KEPT = 64
 
 
-def _generators() -> dict[str, str]:
+def states_of_generators() -> dict[str, str]:
+    """Return checksums of the states of the random generators that scripts use, by name."""
     found = {"torch": _digest(torch.default_generator.get_state().numpy().tobytes())}
     found["Python's random"] = _digest(repr(random.getstate()).encode())
     if (numpy := sys.modules.get("numpy")) is not None:

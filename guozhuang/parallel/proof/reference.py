@@ -49,6 +49,7 @@ class ReferenceReport:
         loss: of a backward.
         gradients: of the parameters of each model, after a backward and before a step, by number of the model and name.
         values: of the parameters before a step.
+        has_drawn: whether random numbers were drawn since it began; told in audits alone.
         why: why it has ended.
     """
 
@@ -57,6 +58,7 @@ class ReferenceReport:
     loss: float | None = None
     gradients: dict[tuple[int, str], Tensor | None] = field(default_factory=dict)
     values: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    has_drawn: bool = False
     why: str = ""
 
 
