@@ -1,0 +1,177 @@
+"""Hooks of the script on parameters: each sees the gradient of its rank before the average, where not everything is right.
+
+[Note: hooks before the average] A hook of ``register_hook`` changes a rank's own gradient, and the results are averaged. That
+is what one process computes if the hook is linear, as a mask or a scale is. A limit by value, a sign or a norm gives something
+else of each rank's gradient than of their mean, without a word. So when a hook changes a gradient for the first time, it is
+called twice more to see whether it is additive. Hooks that only look are not called again. An optimizer that a hook steps in
+backward would use gradients that are not averaged; so a step asks whether it is in a backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import UsageError, explain
+from ..gradients.output_hooks import is_traced
+
+_LOCK: Final = threading.RLock()  # other threads make and drop models; a finalizer may do so while the lock is held
+_log = logging.getLogger("guozhuang")
+_ALL: Final[weakref.WeakSet[ScriptHooks]] = weakref.WeakSet()
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if torch._C._current_graph_task_id() == -1:  # no backward runs
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    with _LOCK:
+        watches = list(_ALL)
+    for each in watches:
+        each.refuse_step(stepped)
+
+
+register_optimizer_step_pre_hook(_before_step)
+
+
+class ScriptHooks:
+    """Looks after the hooks that the script registers on the parameters of one model. See [Note: hooks before the average].
+
+    Args:
+        named: the parameters whose gradients are averaged, by name.
+        awaits_average: tells whether gradients that arrive now are averaged later.
+        rank: rank of this process, for errors.
+        warns: whether a hook that is not linear is warned of, and not refused.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        awaits_average: Callable[[], bool],
+        rank: int,
+        warns: bool = False,
+    ) -> None:
+        self._named, self._awaits_average, self._rank, self._warns = list(named), awaits_average, rank, warns
+        self._has_warned = False
+        self._known: list[Any] = []  # hooks that were tried out
+        with _LOCK:
+            _ALL.add(self)
+
+    def look(self) -> None:
+        """Begin to look after hooks that were registered since the last call; before each forward with gradients."""
+        hooked = [(name, p) for name, p in self._named if p._backward_hooks]
+        if not hooked or not self._awaits_average() or is_traced():
+            return
+        for name, parameter in hooked:
+            hooks: Any = parameter._backward_hooks
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, _Tried) or hook in self._known or _is_known(hook):
+                    continue
+                hooks[key] = _Tried(self, hook, name, hooks, key)
+
+    def refuse_step(self, stepped: set[int]) -> None:
+        """Raise if an optimizer that steps these parameters, by id, would use gradients that are not averaged yet.
+
+        Raises:
+            UsageError: it names the first such parameter.
+        """
+        name = next((name for name, p in self._named if id(p) in stepped), None)
+        if name is not None and self._awaits_average():
+            what = f"optimizer.step() came in backward, where the gradient of {name} is this rank's own and not averaged yet"
+            fix = (
+                "step after loss.backward() and not in a hook; for less memory let the strategy sharded divide one optimizer "
+                "among the ranks"
+            )
+            raise UsageError(explain(what, rank=self._rank, fix=fix))
+
+    def note_tried(self, hook: Any) -> None:
+        """Remember that a hook was tried out."""
+        self._known.append(hook)
+
+    def refuse_hook(self, name: str) -> None:
+        """Raise, or warn, because the hook on a parameter is not linear."""
+        what = (
+            f"a hook changes the gradient of {name} by something else than a mask or a scale, and gets the gradient of this "
+            "rank alone, before the average over the ranks"
+        )
+        fix = (
+            "change averages: after the last backward, inside `with gz.averaged_gradients(model):`, or clip there by "
+            "torch.nn.utils.clip_grad_value_ or gz.clip_grad_norm_"
+        )
+        text = explain(what, rank=self._rank, fix=fix)
+        if not self._warns:
+            raise UsageError(text)
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s (said once)", text)
+
+
+class _Tried:
+    """A hook of the script that is tried out when it changes a gradient for the first time.
+
+    Args:
+        owner: what is told about the result.
+        hook: the hook of the script.
+        name: the parameter's name.
+        hooks: the parameter's hooks, by key.
+        key: the key of this one.
+    """
+
+    def __init__(self, owner: ScriptHooks, hook: Callable[[Tensor], Any], name: str, hooks: Any, key: int) -> None:
+        self._owner, self._hook, self._name, self._hooks, self._key = weakref.ref(owner), hook, name, hooks, key
+
+    def __call__(self, gradient: Tensor) -> Any:
+        """Return what the hook of the script returns.
+
+        Raises:
+            UsageError: it changes the gradient, and is not linear.
+        """
+        owner = self._owner()
+        if owner is None or torch.is_grad_enabled() or gradient.layout != torch.strided or is_traced():
+            return self._hook(gradient)
+        before = gradient.detach().clone()
+        given = self._hook(gradient)
+        result = gradient if given is None else given
+        if torch.equal(result, before):
+            return given
+        if self._key in self._hooks:  # it has not removed itself
+            self._hooks[self._key] = self._hook
+        owner.note_tried(self._hook)
+        if not self._is_additive(before, result.detach().clone()):
+            owner.refuse_hook(self._name)
+        return given
+
+    def _is_additive(self, first: Tensor, of_first: Tensor) -> bool:
+        if not bool(first.isfinite().all()):  # NaN is in the average of all ranks too
+            return False
+        second = -3.0 * first.flatten().flip(0).view(first.shape)
+        both = first + second
+        of_second, of_both = (self._result(each) for each in (second, both))
+        if of_second.shape != of_both.shape:
+            return False
+        tolerance = torch.finfo(first.dtype).eps ** 0.5
+        most = float(torch.maximum(of_first.abs().max(), of_second.abs().max())) if first.numel() else 0.0
+        return torch.allclose(of_both, of_first + of_second, rtol=tolerance, atol=tolerance * most)
+
+    def _result(self, gradient: Tensor) -> Tensor:
+        given = self._hook(gradient)
+        result: Tensor = gradient if given is None else given
+        return result.detach()
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._hook,)
+
+
+def _itself(hook: Any) -> Any:
+    return hook
+
+
+def _is_known(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(("guozhuang.", "torch."))
