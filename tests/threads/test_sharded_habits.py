@@ -214,7 +214,25 @@ def by_thawing(model: Any, optimizer: Optimizer, mine: Callable[[Tensor], Tensor
         optimizer.zero_grad()
 
 
+def channels_last() -> nn.Module:
+    """Weights that do not lie in the order of their dimensions."""
+    parts = [nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 6, 2), nn.ReLU(), nn.Conv2d(6, 3, 1), nn.Flatten()]
+    model = nn.Sequential(*parts).to(memory_format=torch.channels_last)
+    model.append(nn.Linear(3, 2))
+    model[-1].weight = nn.Parameter(torch.randn(3, 2).t())
+    assert not all(p.is_contiguous() for p in model.parameters())
+    return model
+
+
+def plainly(model: nn.Module, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    for step in range(3):
+        model(mine(batch(step))).abs().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 HABITS = {
+    "channels_last": (channels_last, plainly),
     "micro-batches": (smooth, by_micro_batches),
     "frozen and thawed": (smooth, by_thawing),
     "a penalty on weights": (smooth, by_penalty_on_weights),
@@ -521,6 +539,27 @@ def with_hooks(rank: int, size: int, strategy: str, plain: nn.Module) -> None:
     model(batch(rank)).mean().backward()
     with pytest.raises(UsageError, match=r"not averaged, of .*0\.weight"):
         optimizer.step()
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4)
+
+
+def is_complex(rank: int, size: int, strategy: str, plain: nn.Module) -> None:
+    expected = pytest.raises(UsageError, match=r"complex.*the strategy ddp")
+    with contextlib.nullcontext() if strategy == "ddp" else expected:
+        trained(rank, size, strategy, plain, plainly)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_complex_parameters_are_equal_or_refused(strategy: str) -> None:
+    torch.manual_seed(0)
+    run_threads(is_complex, 2, strategy, Spectral())
 
 
 def with_gradients_by_hand(rank: int, size: int, strategy: str, plain: nn.Module) -> None:
