@@ -96,8 +96,16 @@ class Exchanging:
         self._chosen = exchange
         if self._reducer is not None:
             self._reducer.use(exchange)
+            self.compare_what_is_equal(self._reducer)
         else:
             _ = self.reducer  # create the reducer now, so that errors about this exchange are raised here
+
+    def compare_what_is_equal(self, reducer: TorchReducer) -> None:
+        """Leave out of the comparisons of replicas what the exchange does not keep equal, as far as it is known."""
+        if self.around is not None:
+            reducer.alike = None
+        elif reducer.alike is not None:
+            reducer.alike.compares_weights = not isinstance(self.exchange, CommHook)
 
     def exchange_state_dict(self) -> dict[str, Any]:
         """Return the exchange's state, to continue exactly from a checkpoint. Every rank must call; each saves its own.
@@ -184,6 +192,8 @@ class Exchanging:
             averages_buffers=ddp.forward_sync_buffers,
             is_shadowed=weakly(self._is_shadowed),
         )
+        if ddp._reducer is not None:
+            self.compare_what_is_equal(ddp._reducer)
         ddp.forward_sync_buffers = False  # changed only after all checks have passed
         if gradients is not None and ddp.reducer is not None:  # this exchange of gradients counts optimizer steps
             this = weakref.proxy(around)  # weak: a parameter's hooks may keep the reducer longer than the wrapper

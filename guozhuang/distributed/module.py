@@ -99,6 +99,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
 
     logger: Any  # a Logger; PyTorch's belongs to its reducer
 
+    _warns = True  # of replicas that go apart, which is no error: scripts that work with PyTorch's class shall go on
     def __init__(
         self,
         module: nn.Module,
@@ -223,6 +224,12 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         return self._reducer
 
     def leave_gradients_local(self) -> None:
+            if self.process_group.size() > 1:
+                from ..gradients.alike import Alike  # imported only when needed
+
+                count = self._reducer.awaited.counts
+                self._reducer.alike = Alike(self.process_group, [p for _, p in named], count, self._warns)
+                self.compare_what_is_equal(self._reducer)
         """Stop averaging gradients, and free the buckets. Every rank must call it."""
         if self._reducer is not None:
             self._reducer.close()
@@ -318,7 +325,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync and not self.keeps_gradients
         self.require_forward_param_sync = synchronizes
         if synchronizes and self.reducer is not None:
-            self.reducer.after_forward(tensors_with_graph(outputs))
+            is_awaited = self.module.training and not torch.jit.is_tracing()
+            self.reducer.after_forward(tensors_with_graph(outputs), is_awaited)
         return outputs
 
     def take_up_changes(self) -> None:

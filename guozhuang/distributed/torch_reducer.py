@@ -139,6 +139,11 @@ class TorchReducer(Reducer):
 
     @override
     def before_forward(self) -> list[str]:
+    @property
+    @override
+    def compares(self) -> bool:
+        return super().compares and not (self.is_shadowed is not None and self.is_shadowed())
+
         self._forward_ns = time.time_ns()
         return super().before_forward()
 

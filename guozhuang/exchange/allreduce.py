@@ -27,6 +27,11 @@ class AllReduce(GradientExchange[dist.ProcessGroup]):
     def repeatable(self) -> bool:
         return True
 
+    @property
+    @override
+    def sends_marks(self) -> bool:
+        return True
+
     @override
     def input_scale(self, world_size: int) -> float:
         return 1.0 / world_size
@@ -38,10 +43,10 @@ class AllReduce(GradientExchange[dist.ProcessGroup]):
         return group
 
     def start(self, bucket: Bucket, state: dist.ProcessGroup, step: int) -> Work:
-        """Start an all-reduce that sums ``bucket.flat`` over the group, in place."""
+        """Start an all-reduce that sums ``bucket.flat``, and its marks if it has some, over the group, in place."""
         if state.size() == 1:
             return Done()
-        work: dist.Work | None = dist.all_reduce(bucket.flat, op=dist.ReduceOp.SUM, group=state, async_op=True)
+        work: dist.Work | None = dist.all_reduce(bucket.sent, op=dist.ReduceOp.SUM, group=state, async_op=True)
         assert work is not None, "this process is not a member of the group"
         return work
 

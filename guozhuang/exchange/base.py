@@ -132,6 +132,11 @@ class GradientExchange(Exchange[State]):
         return False
 
     @property
+    def sends_marks(self) -> bool:
+        """Whether :meth:`start` sums ``bucket.sent``, in which ranks tell each other numbers, in place of ``bucket.flat``."""
+        return False
+
+    @property
     def averages(self) -> bool:
         """Whether the result is a mean; if not, ``join(divide_by_initial_world_size=False)`` does not rescale it."""
         return True

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from ..exchange.base import GradientExchange
 from ..groups.allocation import zeros_for
-from .buckets import Bucket, Caps, in_process_memory
+from .awaited import AwaitedBackwards
+from .buckets import NUM_MARKS, Bucket, Caps, in_process_memory
 from .passes import ReducerOptions, weakly
 from .selection import Selection
+
+if TYPE_CHECKING:
+    from .alike import Alike
 
 _KEPT_SELECTIONS = 2
 
@@ -31,7 +35,11 @@ class BucketedParameters(abc.ABC):
 
     Attributes:
         step: number of passes so far.
+        alike: compares the replicas of the ranks; None: nothing is compared.
+        awaited: the forwards whose backward has not come.
     """
+
+    alike: Alike | None = None
 
     def __init__(
         self,
@@ -47,6 +55,8 @@ class BucketedParameters(abc.ABC):
         self._sparse = sparse
         self._selections: dict[Any, Selection] = {}
         self.step = 0
+        self.awaited = AwaitedBackwards()
+        self._marked: Bucket | None = None  # the bucket with which this rank has told its number in this pass
         self._state: Any = None
         self._signature = self._sign()
         self._selection = self._find_selection()
@@ -145,6 +155,46 @@ class BucketedParameters(abc.ABC):
         if is_new:
             self.use(self.exchange)
         return is_new
+
+    # ---- methods that compare the ranks; see [Note: what is told, and what is compared then] in alike.py ---------------------
+
+    @property
+    def compares(self) -> bool:
+        """Whether all ranks have to do the same now."""
+        return self.alike is not None and self.group.size() > 1
+
+    def _tell(self, bucket: Bucket) -> None:
+        """Let this rank's number travel with the bucket, if this bucket and this exchange carry one."""
+        if bucket.marks is None or not self.compares or not self.exchange.sends_marks:
+            return
+        dtype, size = bucket.flat.dtype, self.group.size()
+        # Sums of ones must be exact. On accelerators the script would wait for the device to read them.
+        is_exact = (dtype.is_floating_point or dtype.is_complex) and size <= 2 / torch.finfo(dtype).eps
+        if is_exact and bucket.flat.device.type == "cpu":
+            bucket.mark(self._digest() % (1 << NUM_MARKS))
+            self._marked = bucket
+
+    def _digest(self) -> int:
+        assert self.alike is not None
+        self.alike.follow(self._selection.names, self._selection.parameters)
+        return self.alike.digest(self.step)
+
+    def _compare_ranks(self) -> None:
+        """Compare what all ranks have told in this pass, whose exchanges have ended; else compare now and then.
+
+        Raises:
+            MismatchError: ranks have not done the same, or hold other weights.
+        """
+        marked, self._marked = self._marked, None
+        if self.alike is None or not self.compares:
+            if self.alike is not None:
+                self.alike.forget()
+        elif marked is not None:
+            if not marked.unmark(self.group.size()):
+                self.alike.compare(self.step)
+        elif self.step == 0 or self.alike.is_due(self.step):
+            self.alike.compare_numbers(self._digest(), self.step, self.buckets[0].flat.device)
+        self.awaited.stepped()
 
     def close(self) -> None:
         """Remove the hooks from the parameters; their gradients stay local from then on."""

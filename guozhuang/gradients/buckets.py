@@ -7,6 +7,7 @@ than its cap only if it is a single parameter that is larger.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ def in_process_memory(num_elements: int, dtype: torch.dtype, device: torch.devic
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype of a parameter's gradients: the parameter's own, unless the program has set its ``grad_dtype``."""
     return parameter.grad_dtype or parameter.dtype
+
+
+NUM_MARKS = 8  # elements behind the gradients of one bucket, in which ranks tell each other a number of so many bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,8 @@ class Bucket:
         parameters: the parameters themselves.
         flat: 1-dimensional, of the gradients' dtype and device; empty for a sparse bucket. It may be replaced between steps, so
             read this attribute each time.
+        marks: the elements behind ``flat`` in which a number travels with the gradients; None: there are none.
+        sent: what travels now: ``flat``, or ``flat`` and ``marks``, as :meth:`mark` and :meth:`unmark` say.
         views: one tensor per parameter, of its shape and memory format, sharing memory with ``flat``; none if sparse.
         sparse: whether the bucket is a single parameter with sparse gradients.
     """
@@ -132,6 +138,7 @@ class Bucket:
         allocate: Allocate = in_process_memory,
         offsets: Sequence[int] | None = None,
         num_elements: int | None = None,
+        has_marks: bool = False,
     ) -> None:
         assert parameters and (not sparse or len(parameters) == 1)
         self.index = index
@@ -139,7 +146,8 @@ class Bucket:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
         self.sparse = sparse
-        self._allocate = allocate
+        self._allocate, self._num_marks = allocate, NUM_MARKS if has_marks else 0
+        self._is_marked = False
         sizes = [0 if sparse else p.numel() for p in parameters]
         self._offsets = list(itertools.accumulate(sizes[:-1], initial=0)) if offsets is None else offsets
         self._num_elements = sum(sizes) if num_elements is None else num_elements
@@ -148,9 +156,31 @@ class Bucket:
     def renew(self) -> None:
         """Replace ``flat`` and the views by new memory of zeros; a program that holds an old view keeps the old memory."""
         first = self.parameters[0]
-        self.flat = self._allocate(self._num_elements, gradient_dtype(first), first.device)
+        self._whole = self._allocate(self._num_elements + self._num_marks, gradient_dtype(first), first.device)
+        self.flat, self.marks = self._whole, None
+        if self._num_marks:
+            storage, start = self._whole.untyped_storage(), self._whole.storage_offset()
+            self.flat = self._whole.new_empty(0).set_(storage, start, (self._num_elements,))
+            self.marks = self._whole.new_empty(0).set_(storage, start + self._num_elements, (self._num_marks,))
         dense = () if self.sparse else self.parameters
         self.views = [view_in(self.flat, at, p) for at, p in zip(self._offsets, dense, strict=False)]
+
+    @property
+    def sent(self) -> Tensor:
+        """What an exchange sends that knows of marks."""
+        return self._whole if self._is_marked else self.flat
+
+    def mark(self, number: int) -> None:
+        """Let a number of :data:`NUM_MARKS` bits travel with the gradients; then :meth:`unmark` reads what has come."""
+        assert self.marks is not None
+        self._is_marked = True
+        self.marks.copy_(_bits()[number])
+
+    def unmark(self, size: int) -> bool:
+        """Let the gradients travel alone; return whether the marks hold the sum of equal numbers of ``size`` ranks."""
+        assert self.marks is not None
+        self._is_marked = False
+        return all(value in (0, size) for value in self.marks.tolist())
 
     @property
     def can_be_freed(self) -> bool:
@@ -164,8 +194,9 @@ class Bucket:
     def hold(self) -> None:
         """Give ``flat`` and the views memory again if they have none; its values are arbitrary then."""
         storage = self.flat.untyped_storage()
-        if storage.nbytes() < self.num_bytes:
-            storage.resize_(self.num_bytes)
+        num_bytes = self._whole.numel() * self._whole.element_size()
+        if storage.nbytes() < num_bytes:
+            storage.resize_(num_bytes)
 
     def zero(self) -> None:
         """Set the whole bucket to zero."""
@@ -200,14 +231,23 @@ def place(
     allocate: Allocate = in_process_memory,
 ) -> Placement:
     """Allocate the flat tensors of a layout that :func:`assign` made."""
-    buckets, bucket_of = [], [0] * len(parameters)
+    buckets: list[Bucket] = []
+    bucket_of = [0] * len(parameters)
     for b, members in enumerate(layout):
         members_names, members_parameters = [names[i] for i in members], [parameters[i] for i in members]
         sparse = slots[members[0]].sparse
-        buckets.append(Bucket(b, b == len(layout) - 1, members_names, members_parameters, sparse, allocate))
+        is_first = not sparse and all(bucket.sparse for bucket in buckets)
+        is_last = b == len(layout) - 1
+        buckets.append(Bucket(b, is_last, members_names, members_parameters, sparse, allocate, has_marks=is_first))
         for i in members:
             bucket_of[i] = b
     return Placement(list(layout), buckets, bucket_of)
+
+
+@functools.cache
+def _bits() -> Tensor:
+    """Return a table of 0 and 1: in each row the bits of its number."""
+    return torch.tensor([[number >> bit & 1 for bit in range(NUM_MARKS)] for number in range(1 << NUM_MARKS)])
 
 
 def view_in(flat: Tensor, offset: int, like: Tensor) -> Tensor:

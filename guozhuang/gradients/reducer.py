@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import Variable
 
+from ..errors import MismatchError
 from ..exchange.base import Work
 from ..exchange.nan_watch import NanWatch
 from ..exchange.sparse import all_gather_mean, no_rows
@@ -30,6 +31,7 @@ from ..registry import registry
 from ..timeline import Timeline
 from ..watch.waits import waits
 from ..world.versions import never_compiled
+from .awaited import Awaited
 from .bucketed import BucketedParameters
 from .buckets import Bucket
 from .forwards import Forwards, current_number
@@ -134,14 +136,15 @@ class Reducer(BucketedParameters):
 
     # ---- These methods run a pass. See [Note: one pass]. -------------------------------------------------------------
 
-    def after_forward(self, outputs: Sequence[Tensor]) -> None:
+    def after_forward(self, outputs: Sequence[Tensor], is_awaited: bool = False) -> None:
         """Record a forward whose backward passes average gradients; the caller called :meth:`before_forward` as it began.
 
         Args:
             outputs: the tensors with a graph that the forward returned.
+            is_awaited: whether all ranks make this forward, and its backward.
         """
         self._forwards.add(self._forward_start)
-        hook = weakly(self.on_output)
+        hook = weakly(self.on_output, self.awaited.add() if is_awaited and outputs else None)
         for output in outputs:
             output.register_hook(hook)
 
@@ -178,9 +181,11 @@ class Reducer(BucketedParameters):
                     self._count_down(current, i)
         return current
 
-    def on_output(self) -> None:
-        """Open a pass, if none is open: backward has reached an output of the model."""
+    def on_output(self, forward: Awaited | None = None) -> None:
+        """Open a pass, if none is open: backward has reached an output of the model, made by this forward."""
         with self._lock:
+            if forward is not None:
+                self.awaited.came(forward)
             if self._pass is None:
                 self._open()
 
@@ -257,6 +262,7 @@ class Reducer(BucketedParameters):
         start_ns = 0 if timeline is None else timeline.now()
         if not current.shadow:
             self._nan.look(bucket, self.step)
+        self._tell(bucket)
         with waits.inside():  # some groups and methods have ended when they return
             work = self.exchange.start(bucket, self._state, step)
         current.works.append(work)
@@ -312,6 +318,10 @@ class Reducer(BucketedParameters):
                 self._wait(bucket.index, work)
         if self.timeline is not None:
             record_ends(current, self.timeline, at_end=True)
+        try:
+            self._compare_ranks()
+        except MismatchError as error:
+            raise self._noted(error) from None
         used = [True] * n
         if asking is not None:
             self.num_ranks_used = asking.counts()

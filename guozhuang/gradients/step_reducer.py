@@ -27,7 +27,7 @@ from ..exchange.base import GradientExchange, Work
 from ..exchange.nan_watch import NanWatch
 from ..watch.waits import waits
 from ..world.devices import device_of
-from .buckets import Bucket, Placement
+from .buckets import NUM_MARKS, Bucket, Placement
 from .unused import UsedAnywhere
 from .views import GradientViews
 
@@ -82,7 +82,10 @@ class StepReducer:
         exchange: the method.
         state: the state of the method.
         step: number of steps so far.
+        told_alike: whether all ranks have told the same number when they last agreed.
     """
+
+    told_alike = True
 
     def __init__(
         self,
@@ -188,8 +191,11 @@ class StepReducer:
 
     # ---- These methods run at the optimizer step. -----------------------------------------------------------------------
 
-    def agree(self) -> list[bool]:
+    def agree(self, told: int = 0) -> list[bool]:
         """Start all buckets that were not sent early, and find out which parameters were used. Every rank must call it.
+
+        Args:
+            told: a number of :data:`NUM_MARKS` bits; ``told_alike`` then says whether it is the same on all ranks.
 
         Returns:
             For each parameter whether any rank has a gradient; the others count as zeros in the exchange.
@@ -203,13 +209,18 @@ class StepReducer:
         num_parameters, num_buckets = len(self._parameters), len(self.buckets)
         for index in range(num_parameters) if sent_early else ():
             self._settle(index)
-        told = [*(p.grad is not None for p in self._parameters), *[False] * num_buckets, not self._now.is_calm]
+        facts = [*(p.grad is not None for p in self._parameters), *[False] * num_buckets, not self._now.is_calm]
+        facts += [bool(told >> bit & 1) for bit in range(NUM_MARKS)]
         device = device_of(bucket.flat for bucket in self.buckets)
-        flags = torch.tensor(told, dtype=torch.int32, device=device)
+        flags = torch.tensor(facts, dtype=torch.int32, device=device)
         if sent_early:
             now = torch.stack([_bit_sum(bucket.flat) for bucket in self.buckets])
-            flags[num_parameters:-1] = now != torch.stack([s for s in self._now.sums if s is not None])
-        known = [count > 0 for count in UsedAnywhere(flags, self._group, flags.device).counts()]
+            flags[num_parameters : num_parameters + num_buckets] = now != torch.stack(
+                [s for s in self._now.sums if s is not None]
+            )
+        counts = UsedAnywhere(flags, self._group, flags.device).counts()
+        self.told_alike = all(count in (0, self._group.size()) for count in counts[-NUM_MARKS:])
+        known = [count > 0 for count in counts[:-NUM_MARKS]]
         self._now.again = {b for b in range(num_buckets) if known[num_parameters + b]}
         self._now.is_calm = not known[-1] and not self._now.again
         return known[:num_parameters]

@@ -5,19 +5,24 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import UsageError, explain
+from ..gradients.awaited import AwaitedBackwards
 from ..gradients.buckets import view_in
+from ..gradients.passes import weakly
 from ..gradients.step_reducer import StepReducer, check_gradient
 from ..gradients.unused import UsedAnywhere
 from ..registry import registry
 from .changes import SeenGradients
 from .parts import Block, BucketLayout
+
+if TYPE_CHECKING:
+    from ..gradients.alike import Alike
 
 #: Bytes of gradients that one all-reduce of :meth:`Carrier.average` takes together.
 AVERAGED_BYTES: Final = 32 << 20
@@ -48,12 +53,14 @@ class Carrier(ABC):
             gradients stay zeros).
         is_collected: whether ``collect`` was called, and neither ``publish`` nor ``skip`` after it.
         is_averaged: whether ``average`` was called, and no backward after it: ``p.grad`` is the mean, or what was made of it.
+        has_replicas: whether each rank holds weights of its own.
         averages: whether it averages gradients. If not, ``p.grad`` holds averages, and no :class:`Arrival` is registered.
         exchanging: the reducer, if the user has chosen the exchange of gradients; its state belongs to a checkpoint.
     """
 
     exchanging: StepReducer | None = None
-    averages = True
+    averages = has_replicas = True
+    _alike: Alike | None = None
     _alive: ClassVar[weakref.WeakSet[Carrier]] = weakref.WeakSet()
 
     def __init__(
@@ -71,6 +78,7 @@ class Carrier(ABC):
         self._unused: frozenset[int] = frozenset()  # parameters without a gradient on any rank in this step
         self._is_open = self.is_collected = self.is_averaged = self._came_late = False
         self._kept: list[Tensor | None] = []  # each parameter's ``grad`` at the time of ``collect``
+        self._num_meetings = self._num_dropped = 0
         self._seen = SeenGradients(names, parameters, self._rank)
         self._make_blocks()
         if self.averages:
@@ -176,6 +184,7 @@ class Carrier(ABC):
 
     def skip(self) -> None:
         """Drop the collected gradients of the blocks (set them to None) without a step, if any were collected."""
+        self._num_dropped += self._seen.has_any
         if self._is_open:
             self._drop()
         else:
@@ -237,6 +246,37 @@ class Carrier(ABC):
             self.split(frozenset(mixed))
         for weight in self.weights:
             weight.grad = None
+
+    # ---- methods that compare the ranks; see [Note: what is told, and what is compared then] in gradients/alike.py -------
+
+    def compare_ranks(self, awaited: AwaitedBackwards) -> None:
+        """Compare from now on what ranks have done; ``awaited`` knows the model's forwards without a backward."""
+        if self._size == 1 or not self.averages:
+            return
+        from ..gradients.alike import Alike  # imported only when needed
+
+        self._awaited = awaited
+        self._alike = Alike(self.group, self.parameters, weakly(self._count_left_out))
+        self._alike.compares_weights = self.has_replicas
+
+    def _count_left_out(self) -> tuple[int, int]:
+        certain, most = self._awaited.counts()
+        return certain + self._num_dropped, most + self._num_dropped
+
+    def _tell(self) -> int:
+        """Return 32 bits that are equal on all ranks that have done the same. Called before the ranks meet."""
+        if self._alike is None:
+            return 0
+        self._alike.follow(self._names, self.parameters)
+        return self._alike.digest(self._num_meetings)
+
+    def _compare(self, is_alike: bool) -> None:
+        """After the ranks have met, raise a MismatchError if they did not all tell the same, and find why."""
+        if self._alike is not None:
+            if not is_alike:
+                self._alike.compare(self._num_meetings)
+            self._awaited.stepped()
+        self._num_meetings += 1
 
     def _drop(self) -> None:
         for weight in self.weights:

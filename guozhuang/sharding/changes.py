@@ -33,6 +33,11 @@ class SeenGradients:
         # By parameter: version and identity. Tensors are not held, for carriers count who refers to them.
         self._seen: list[tuple[int, int] | None] = [None] * len(self._parameters)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a gradient was seen in this step."""
+        return any(seen is not None for seen in self._seen)
+
     def note(self, index: int) -> None:
         """See a gradient as it is now."""
         gradient = self._parameters[index].grad

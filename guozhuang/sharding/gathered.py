@@ -27,7 +27,7 @@ from torch.utils import _pytree
 from typing_extensions import override
 
 from ..exchange.base import GradientExchange, Several, Work
-from ..gradients.buckets import Bucket, Placement, view_in
+from ..gradients.buckets import NUM_MARKS, Bucket, Placement, view_in
 from ..gradients.step_reducer import StepReducer
 from ..groups.allocation import zeros_for
 from ..watch.waits import waits
@@ -113,7 +113,9 @@ class GatheredCarrier(Carrier):
         for parameter, place, name in zip(self.parameters, self._places, self._names, strict=True):
             if place.numel() and parameter.data_ptr() != place.data_ptr():
                 put_back(parameter, place, name, self._rank)
-        return frozenset(i for i, is_used in enumerate(self._reducer.agree()) if not is_used)
+        used = self._reducer.agree(self._tell() % (1 << NUM_MARKS))
+        self._compare(self._reducer.told_alike)
+        return frozenset(i for i, is_used in enumerate(used) if not is_used)
 
     @override
     def _means(self, keep: bool) -> Iterator[Sequence[int]]:

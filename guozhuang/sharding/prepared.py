@@ -16,7 +16,10 @@ from torch.optim import Optimizer
 from ..distributed.additions import Additions
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange
-from ..gradients.output_hooks import OutputHook
+from ..gradients.awaited import AwaitedBackwards
+from ..gradients.forwards import tensors_with_graph
+from ..gradients.output_hooks import OutputHook, is_traced
+from ..gradients.passes import weakly
 from ..sync_batch_norm import use_on_cpu
 from ..units import listed
 from ..weights.equal_start import broadcast_tensors, sparse_names, start_equal
@@ -114,7 +117,9 @@ def shard(
     start_equal(model, group)
     if not has_stages:
         model.register_forward_pre_hook(EqualBuffers(model, group))
-    ranks = group
+    ranks, awaited = group, AwaitedBackwards()
+    if not has_stages:
+        model.register_forward_hook(AwaitsBackward(awaited))
 
     def make_carrier(names: Sequence[str], parameters: Sequence[nn.Parameter], layout: BucketLayout) -> Carrier:
         if (
@@ -126,13 +131,39 @@ def shard(
             from .shared.carrier import SharedCarrier, can_share
 
             if can_share(ranks, parameters):
-                return SharedCarrier(model, names, parameters, layout, ranks, not has_stages)
+                shared = SharedCarrier(model, names, parameters, layout, ranks, not has_stages)
+                shared.compare_ranks(awaited)
+                return shared
         from .gathered import GatheredCarrier  # imported only when needed
 
-        return GatheredCarrier(model, names, parameters, layout, ranks, overlap_gather, exchange, not has_stages)
+        made = GatheredCarrier(model, names, parameters, layout, ranks, overlap_gather, exchange, not has_stages)
+        made.compare_ranks(awaited)
+        return made
 
-    made = tuple(ShardedOptimizer(model, each, group, make_carrier, has_stages) for each in optimizers)
-    return model, made[0] if isinstance(optimizer, Optimizer) else made
+    wrapped = tuple(ShardedOptimizer(model, each, group, make_carrier, has_stages) for each in optimizers)
+    return model, wrapped[0] if isinstance(optimizer, Optimizer) else wrapped
+
+
+class AwaitsBackward(OutputHook):
+    """A forward hook that remembers training forwards until a gradient comes to what they have returned.
+
+    Args:
+        awaited: where they are remembered.
+    """
+
+    def __init__(self, awaited: AwaitedBackwards) -> None:
+        self._awaited = awaited
+
+    @_disable_dynamo
+    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Remember this forward, if it is one of training. Not collective."""
+        is_inside = torch._C._current_graph_task_id() != -1  # activation checkpointing repeats a forward in backward
+        if not model.training or not torch.is_grad_enabled() or is_inside or is_traced():
+            return
+        if outputs := tensors_with_graph(output):
+            hook = weakly(self._awaited.came, self._awaited.add())
+            for each in outputs:
+                each.register_hook(hook)
 
 
 class EqualBuffers(OutputHook):

@@ -31,8 +31,9 @@ from .weights import SegmentPlaces, SharedWeights
 
 #: Bytes that are summed before they are stepped. Larger stretches leave the cache, smaller ones cost more optimizer calls.
 STRETCH_BYTES: Final = 4 << 20
-# Per rank: whether all parameters have a gradient; digest of changed weights; weight of its gradient in the mean.
-_REPORT: Final = struct.Struct("<?Qd")
+# Per rank: whether all parameters have a gradient; digest of changed weights; weight of its gradient in the mean; and what it
+# tells of its steps.
+_REPORT: Final = struct.Struct("<?QdI")
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemoryGroup | FakeNodeGroup | None:
@@ -69,6 +70,8 @@ class SharedCarrier(Carrier):
     Attributes:
         gradients: the gradient buffers of all ranks.
     """
+
+    has_replicas = False
 
     def __init__(
         self,
@@ -119,13 +122,14 @@ class SharedCarrier(Carrier):
         changed = self._shared.changed()
         has_all = self.gradients.take()
         weight = registry.weight.among(self._size, self._rank)
-        report = _REPORT.pack(has_all, self._shared.digest(changed), weight)
+        report = _REPORT.pack(has_all, self._shared.digest(changed), weight, self._tell())
         reports = [_REPORT.unpack_from(each) for each in self._segments.meet(b"sharded: gradients are there", report)]
-        if any(digest for _, digest, _ in reports):
-            self._take_up(changed, [digest for _, digest, _ in reports])
-        weights = [weight for _, _, weight in reports]
+        if any(digest for _, digest, _, _ in reports):
+            self._take_up(changed, [digest for _, digest, _, _ in reports])
+        self._compare(len({told for *_, told in reports}) == 1)
+        weights = [weight for _, _, weight, _ in reports]
         self._weights = None if all(weight == 1.0 for weight in weights) else weights
-        if all(has for has, _, _ in reports):
+        if all(has for has, *_ in reports):
             return frozenset()
         return frozenset(i for i, is_used in enumerate(self.gradients.used()) if not is_used)
 
