@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import UsageError, explain
 from ..registry import Trained, registry
@@ -51,8 +53,8 @@ class accumulate:
 
     Raises:
         UsageError: ``steps`` is no count, or it or ``weight`` differs from that of the micro-batches before; ``weight`` is not
-            the sum of what ``gz.global_mean`` was given (raised after the last micro-batch); and from ``optimizer.step()`` of a
-            prepared optimizer, if micro-batches are missing whose gradients would be exchanged with the last one.
+            the sum of what ``gz.global_mean`` was given (raised after the last micro-batch); and from ``step()`` of the model's
+            optimizer, if micro-batches are missing whose gradients would be exchanged with the last one.
     """
 
     def __init__(self, model: nn.Module, steps: int, weight: float | Tensor | None = None) -> None:
@@ -167,7 +169,22 @@ def _count_of(model: nn.Module, found: Trained | None) -> _Count:
         _counts[module] = count = _Count()
         if found is not None:
             found.optimizer.register_step_pre_hook(count.check)
+        elif model is not module:  # a wrapper that knows no optimizer
+            _check_any_step(module, count)
     return _counts[module]
+
+
+def _check_any_step(module: nn.Module, count: _Count) -> None:
+    """Let the step of any optimizer of the module's parameters be checked, as long as the module lives."""
+    this = weakref.ref(module)
+
+    def check(optimizer: Optimizer, *_: object) -> None:
+        if count.done and (alive := this()) is not None:
+            own = {id(p) for p in alive.parameters()}
+            if any(id(p) in own for p in _all_of(optimizer)):
+                count.check(optimizer)
+
+    weakref.finalize(module, register_optimizer_step_pre_hook(check).remove)
 
 
 @contextlib.contextmanager

@@ -240,7 +240,7 @@ def case_parameters_added_after_wrapping_are_found(rank, world_size):
     bare[2] = nn.Sequential(bare[2], nn.Linear(5, 5))
     with torch.no_grad():
         ddp(batch(rank))
-    with pytest.raises(UsageError, match=rf"rank {rank}.*2\.1\.weight and 2\.1\.bias.*wrap the module anew"):
+    with pytest.raises(UsageError, match=rf"rank {rank}.*2\.1\.weight and 2\.1\.bias.*wrap it anew"):
         ddp(batch(rank))
     bare[2][1].requires_grad_(False)
     local_loss(ddp, rank).backward()
