@@ -43,6 +43,7 @@ from .joining import (
     tell_synchronization,
 )
 from .precision import MixedPrecision, Precision
+from .script_hooks import ScriptHooks
 from .torch_reducer import Logger, TorchReducer
 from .torch_surface import TorchSurface
 
@@ -98,8 +99,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
     """
 
     logger: Any  # a Logger; PyTorch's belongs to its reducer
-
     _warns = True  # of replicas that go apart, which is no error: scripts that work with PyTorch's class shall go on
+
     def __init__(
         self,
         module: nn.Module,
@@ -198,6 +199,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         self._sparse = sparse_names(self.module)
         self._needs_reducer = any(p.requires_grad for _, p in self._averaged)
         self._additions = Additions(self._averaged)
+        rank = self.process_group.rank()
+        self._script_hooks = ScriptHooks(self._averaged, weakly(self._awaits_average), rank, self._warns)
         self.logger = Logger(self)
 
     @property
@@ -221,15 +224,21 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
             )
             self._reducer = TorchReducer(named, self._sparse, self.process_group, self.exchange, self._caps, options)
             self._reducer.is_shadowed = weakly(self._is_shadowed)
-        return self._reducer
-
-    def leave_gradients_local(self) -> None:
             if self.process_group.size() > 1:
                 from ..gradients.alike import Alike  # imported only when needed
 
                 count = self._reducer.awaited.counts
                 self._reducer.alike = Alike(self.process_group, [p for _, p in named], count, self._warns)
                 self.compare_what_is_equal(self._reducer)
+        return self._reducer
+
+    def _awaits_average(self) -> bool:
+        """Return whether a gradient that arrives now is averaged over several ranks later."""
+        if self.process_group.size() == 1 or self.around is not None or not self.exchange.averages:
+            return False
+        return self._reducer is None or not self._reducer.is_stepping
+
+    def leave_gradients_local(self) -> None:
         """Stop averaging gradients, and free the buckets. Every rank must call it."""
         if self._reducer is not None:
             self._reducer.close()
@@ -241,7 +250,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
             raise RuntimeError(explain(what, fix="pickle its .module"))
         if self.around is not None:
             raise RuntimeError(explain("a weight exchange in use cannot be pickled", fix="pickle the module's .module"))
-        left_out = {"process_group", "_reducer", "_averaged", "_additions", "logger"}
+        left_out = {"process_group", "_reducer", "_averaged", "_additions", "_script_hooks", "logger"}
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -290,6 +299,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled():
             self._additions.refuse(self.module, self.ignored, self.process_group.rank())
+            self._script_hooks.look()
         if torch.is_grad_enabled() and self.around is not None:
             self.around.note_forward(self.require_backward_grad_sync)
         if torch.is_grad_enabled() and self.reducer is not None:

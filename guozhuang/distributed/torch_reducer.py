@@ -76,11 +76,13 @@ class TorchReducer(Reducer):
         optimized: parameters that optimizers step as soon as their gradients are averaged (``_apply_optimizer_in_backward``).
         is_shadowed: tells whether ranks without data take part in passes, in a ``join()`` context.
         awaited_pass: there, the number of the pass that they wait for, or of the last one that they waited for; -1: of none.
+        is_stepping: whether the optimizers of ``optimized`` step now.
     """
 
     optimized: Sequence[Tensor] = ()
     is_shadowed: Callable[[], bool] | None = None
     awaited_pass = -1
+    is_stepping = False
 
     def __init__(self, *args: Any) -> None:
         self.times = _Times()
@@ -137,13 +139,13 @@ class TorchReducer(Reducer):
         """Remove the hooks from the parameters; their gradients stay local from then on."""
         self.close()
 
-    @override
-    def before_forward(self) -> list[str]:
     @property
     @override
     def compares(self) -> bool:
         return super().compares and not (self.is_shadowed is not None and self.is_shadowed())
 
+    @override
+    def before_forward(self) -> list[str]:
         self._forward_ns = time.time_ns()
         return super().before_forward()
 
@@ -166,12 +168,16 @@ class TorchReducer(Reducer):
             self.times.add(step, self._forward_ns, current)
 
     def _step_optimizers(self) -> None:
-        with torch.no_grad():
-            for parameter in self.optimized:
-                if parameter.grad is not None:
-                    for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
-                        optimizer.step()
-                    parameter.grad = None
+        self.is_stepping = True
+        try:
+            with torch.no_grad():
+                for parameter in self.optimized:
+                    if parameter.grad is not None:
+                        for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                            optimizer.step()
+                        parameter.grad = None
+        finally:
+            self.is_stepping = False
 
     def logging_data(self) -> dict[str, Any]:
         """Return what PyTorch's logging data tell of a reducer, by its keys; sizes in bytes, flags as 0 and 1."""

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from ..distributed.additions import Additions
+from ..distributed.script_hooks import ScriptHooks
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange
 from ..gradients.awaited import AwaitedBackwards
@@ -27,6 +28,7 @@ from .carrier import Carrier, arrival_of
 from .elementwise import needs_whole_tensors
 from .optimizer import ShardedOptimizer, warn_of_forgotten
 from .parts import BucketLayout
+from .whole import is_divided
 
 
 @overload
@@ -169,8 +171,8 @@ class AwaitsBackward(OutputHook):
 class EqualBuffers(OutputHook):
     """A hook that copies rank 0's buffers to all ranks before a training forward, as DistributedDataParallel does.
 
-    It also refuses parameters that the model got after it was prepared. Copies and pickles of the model get a hook that does
-    nothing.
+    It also refuses parameters that the model got after it was prepared, and looks after the script's hooks. Copies and pickles
+    of the model get a hook that does nothing.
 
     Args:
         model: the model that the hook is registered on, whose parameters are divided already.
@@ -178,13 +180,16 @@ class EqualBuffers(OutputHook):
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        self._group, self._additions = group, Additions(list(model.named_parameters()))
+        named, averages_later = list(model.named_parameters()), group.size() > 1 and not is_divided(model)
+        self._group, self._additions = group, Additions(named)
+        self._script_hooks = ScriptHooks(named, lambda: averages_later, group.rank())
 
     @_disable_dynamo
     def __call__(self, model: nn.Module, inputs: Any) -> None:
         """Broadcast buffers if gradients are enabled and the model is in training mode. Every rank must call the forward."""
         if torch.is_grad_enabled():
             self._additions.refuse(model, frozenset(), self._group.rank())
+            self._script_hooks.look()
             if model.training:
                 broadcast_tensors(model.buffers(), self._group, source=0)
 
