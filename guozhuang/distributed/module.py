@@ -199,8 +199,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         self._sparse = sparse_names(self.module)
         self._needs_reducer = any(p.requires_grad for _, p in self._averaged)
         self._additions = Additions(self._averaged)
-        rank = self.process_group.rank()
-        self._script_hooks = ScriptHooks(self._averaged, weakly(self._awaits_average), rank, self._warns)
+        rank, asks = self.process_group.rank(), (weakly(self._awaits_average), weakly(self._count_passes))
+        self._script_hooks = ScriptHooks(self._averaged, asks[0], rank, self._warns, asks[1])
         self.logger = Logger(self)
 
     @property
@@ -237,6 +237,10 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         if self.process_group.size() == 1 or self.around is not None or not self.exchange.averages:
             return False
         return self._reducer is None or not self._reducer.is_stepping
+
+    def _count_passes(self) -> int:
+        """Return how many backwards have averaged gradients."""
+        return 0 if self._reducer is None else self._reducer.step
 
     def leave_gradients_local(self) -> None:
         """Stop averaging gradients, and free the buckets. Every rank must call it."""
@@ -299,7 +303,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled():
             self._additions.refuse(self.module, self.ignored, self.process_group.rank())
-            self._script_hooks.look()
+            self._script_hooks.look(is_local=not self.require_backward_grad_sync)
         if torch.is_grad_enabled() and self.around is not None:
             self.around.note_forward(self.require_backward_grad_sync)
         if torch.is_grad_enabled() and self.reducer is not None:

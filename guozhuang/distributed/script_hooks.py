@@ -29,13 +29,10 @@ _ALL: Final[weakref.WeakSet[ScriptHooks]] = weakref.WeakSet()
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    if torch._C._current_graph_task_id() == -1:  # no backward runs
-        return
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     with _LOCK:
         watches = list(_ALL)
     for each in watches:
-        each.refuse_step(stepped)
+        each.check_step(optimizer, in_backward=torch._C._current_graph_task_id() != -1)
 
 
 register_optimizer_step_pre_hook(_before_step)
@@ -48,7 +45,8 @@ class ScriptHooks:
         named: the parameters whose gradients are averaged, by name.
         awaits_average: tells whether gradients that arrive now are averaged later.
         rank: rank of this process, for errors.
-        warns: whether a hook that is not linear is warned of, and not refused.
+        warns: whether a hook that is not linear, and gradients of no backward, are warned of, and not refused.
+        num_passes: tells how many backwards have averaged gradients, where backwards do.
     """
 
     def __init__(
@@ -57,15 +55,25 @@ class ScriptHooks:
         awaits_average: Callable[[], bool],
         rank: int,
         warns: bool = False,
+        num_passes: Callable[[], int] | None = None,
     ) -> None:
+        self._num_passes = num_passes or (lambda: 0)
+        self._sees_passes, self._was_called, self._was_local = num_passes is not None, False, False
+        self._num_passes_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._names = {id(p): name for name, p in named}
         self._named, self._awaits_average, self._rank, self._warns = list(named), awaits_average, rank, warns
         self._has_warned = False
         self._known: list[Any] = []  # hooks that were tried out
         with _LOCK:
             _ALL.add(self)
 
-    def look(self) -> None:
-        """Begin to look after hooks that were registered since the last call; before each forward with gradients."""
+    def look(self, is_local: bool = False) -> None:
+        """Begin to look after hooks that were registered since the last call; before each forward with gradients.
+
+        Args:
+            is_local: whether the backward of the coming forward averages nothing, as inside ``no_sync``.
+        """
+        self._was_called, self._was_local = self._sees_passes, self._was_local or is_local
         hooked = [(name, p) for name, p in self._named if p._backward_hooks]
         if not hooked or not self._awaits_average() or is_traced():
             return
@@ -76,20 +84,35 @@ class ScriptHooks:
                     continue
                 hooks[key] = _Tried(self, hook, name, hooks, key)
 
-    def refuse_step(self, stepped: set[int]) -> None:
-        """Raise if an optimizer that steps these parameters, by id, would use gradients that are not averaged yet.
+    def check_step(self, optimizer: Optimizer, in_backward: bool) -> None:
+        """Raise if an optimizer would use gradients that are not averaged.
 
         Raises:
-            UsageError: it names the first such parameter.
+            UsageError: it steps in a backward; or there are gradients, and no backward through a forward has averaged any.
         """
-        name = next((name for name, p in self._named if id(p) in stepped), None)
-        if name is not None and self._awaits_average():
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        first = next((p for p in parameters if id(p) in self._names), None) if in_backward else next(parameters, None)
+        if first is None or id(first) not in self._names or not self._awaits_average():
+            return
+        if in_backward:
+            name = self._names[id(first)]
             what = f"optimizer.step() came in backward, where the gradient of {name} is this rank's own and not averaged yet"
             fix = (
                 "step after loss.backward() and not in a hook; for less memory let the strategy sharded divide one optimizer "
                 "among the ranks"
             )
             raise UsageError(explain(what, rank=self._rank, fix=fix))
+        was_called, self._was_called = self._was_called and not self._was_local, False
+        self._was_local = False
+        before, self._num_passes_at[optimizer] = self._num_passes_at.get(optimizer, 0), self._num_passes()
+        if not was_called or self._num_passes_at[optimizer] != before or all(p.grad is None for p in parameters):
+            return
+        what = "optimizer.step() came with gradients of no backward of this model, so they are this rank's own"
+        fix = (
+            "call loss.backward(), which averages them over the ranks; those that torch.autograd.grad returns are averaged at "
+            "the step by the strategy sharded"
+        )
+        self._say(explain(what, rank=self._rank, fix=fix))
 
     def note_tried(self, hook: Any) -> None:
         """Remember that a hook was tried out."""
@@ -105,7 +128,9 @@ class ScriptHooks:
             "change averages: after the last backward, inside `with gz.averaged_gradients(model):`, or clip there by "
             "torch.nn.utils.clip_grad_value_ or gz.clip_grad_norm_"
         )
-        text = explain(what, rank=self._rank, fix=fix)
+        self._say(explain(what, rank=self._rank, fix=fix))
+
+    def _say(self, text: str) -> None:
         if not self._warns:
             raise UsageError(text)
         if not self._has_warned:

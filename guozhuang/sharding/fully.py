@@ -97,11 +97,24 @@ def shard_fully(
     watch, numbers = NanWatch(group, are_averaged=True), itertools.count()
     new_names, new_parameters = list(new), list(new.values())
 
+    if isinstance(units.compare, Together):
+        from ..gradients.alike import Alike  # imported only when needed
+
+        # A batch that was left out is found by what comes after its forward.
+        units.compare.alike = Alike(group, new_parameters, lambda: (0, 0))
+        units.compare.alike.compares_weights = False
+
     def before_step(*_: Any) -> None:
         units.before_step()
         watch.look_at(new_names, new_parameters, next(numbers))
 
-    optimizer.register_step_pre_hook(before_step)
+    def at_first_forward(
+        *_: Any,
+    ) -> None:  # what the script does before it may check steps too, and says more of its cause
+        handle.remove()
+        optimizer.register_step_pre_hook(before_step)
+
+    handle = model.register_forward_pre_hook(at_first_forward)
     return model, optimizer
 
 

@@ -167,7 +167,7 @@ class StandsForModule(nn.Module):
 class AveragesGradients(StandsForModule):
     """The part of the wrappers below that finds steps of the optimizer whose gradients nothing has averaged."""
 
-    _was_called = _was_local = False
+    _was_called = False
 
     def look_at_steps(self, optimizer: Optimizer) -> None:
         """Let the optimizer's step raise if there are gradients and nothing went through this wrapper since the last step.
@@ -175,12 +175,11 @@ class AveragesGradients(StandsForModule):
         A closure's loss becomes the mean over ranks for optimizers that may decide by it: [Note: losses of closures].
         """
         this = weakref.ref(self)
-        self.__dict__.setdefault("_num_passes", weakref.WeakKeyDictionary())
 
         def look(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if (wrapper := this()) is None:
                 return None
-            wrapper._check_step(stepped)
+            wrapper._check_step()
             return wrapper._with_mean_loss(args, kwargs) if _may_decide_by_loss(stepped) else None
 
         optimizer.register_step_pre_hook(look)
@@ -211,16 +210,10 @@ class AveragesGradients(StandsForModule):
 
         return averaging
 
-    def _check_step(self, optimizer: Optimizer) -> None:
-        was_called, was_local = self._was_called, self._was_local
-        self.__dict__.update(_was_called=False, _was_local=False)
-        if getattr(self, "keeps_gradients", False) or all(p.grad is None for p in self.parameters()):
-            return
-        num_passes = getattr(getattr(self, "_reducer", None), "step", None)
-        before, self.__dict__["_num_passes"][optimizer] = self.__dict__["_num_passes"].get(optimizer), num_passes
-        if was_called:
-            if num_passes is not None and not was_local and num_passes == (before or 0):
-                self._refuse_own_gradients()
+    def _check_step(self) -> None:
+        was_called = self._was_called
+        self.__dict__["_was_called"] = False
+        if was_called or getattr(self, "keeps_gradients", False) or all(p.grad is None for p in self.parameters()):
             return
         what = "optimizer.step() came with gradients of no forward of the prepared model, so they are this rank's own"
         fix = (
@@ -228,24 +221,10 @@ class AveragesGradients(StandsForModule):
         )
         raise UsageError(explain(what, value=type(self.module).__name__, fix=fix))
 
-    def _refuse_own_gradients(self) -> None:
-        """Raise if several ranks average gradients, and no backward has done so before a step."""
-        this = cast(Any, self)
-        if this.process_group.size() > 1 and this.around is None and this.exchange.averages:
-            what = (
-                "optimizer.step() came with gradients of no backward of the prepared model, so they are this rank's own"
-            )
-            fix = (
-                "call loss.backward(), which averages them over the ranks; those that torch.autograd.grad returns are averaged "
-                "at the step by the strategy sharded"
-            )
-            raise UsageError(explain(what, value=type(self.module).__name__, fix=fix))
-
     @_disable_dynamo
     def _post_forward(self, outputs: Any) -> Any:
         if torch.is_grad_enabled():
-            is_local = not getattr(self, "require_backward_grad_sync", True)
-            self.__dict__.update(_was_called=True, _was_local=self._was_local or is_local)
+            self.__dict__["_was_called"] = True
         inside: Any = super()
         return inside._post_forward(outputs)
 
