@@ -109,7 +109,8 @@ class Alike:
         self._is_new = self._warns = True
 
     def _count_changes(self) -> int:
-        return sum(map(_version, self._parameters)) if self._counts_changes else 0
+        counts = self.compares_weights and self._counts_changes
+        return sum(map(_version, self._parameters)) if counts else 0
 
     # ---- methods that make this rank's number ----------------------------------------------------------------------------
 

@@ -165,14 +165,17 @@ class BucketedParameters(abc.ABC):
 
     def _tell(self, bucket: Bucket) -> None:
         """Let this rank's number travel with the bucket, if this bucket and this exchange carry one."""
-        if bucket.marks is None or not self.compares or not self.exchange.sends_marks:
-            return
+        if self.compares and self._carries_mark(bucket):
+            bucket.mark(self._digest() % (1 << NUM_MARKS))
+            self._marked = bucket
+
+    def _carries_mark(self, bucket: Bucket) -> bool:
+        if bucket.marks is None or not self.exchange.sends_marks:
+            return False
         dtype, size = bucket.flat.dtype, self.group.size()
         # Sums of ones must be exact. On accelerators the script would wait for the device to read them.
         is_exact = (dtype.is_floating_point or dtype.is_complex) and size <= 2 / torch.finfo(dtype).eps
-        if is_exact and bucket.flat.device.type == "cpu":
-            bucket.mark(self._digest() % (1 << NUM_MARKS))
-            self._marked = bucket
+        return is_exact and bucket.flat.device.type == "cpu"
 
     def _digest(self) -> int:
         assert self.alike is not None
@@ -192,7 +195,7 @@ class BucketedParameters(abc.ABC):
         elif marked is not None:
             if not marked.unmark(self.group.size()):
                 self.alike.compare(self.step)
-        elif self.step == 0 or self.alike.is_due(self.step):
+        elif (self.step == 0 or self.alike.is_due(self.step)) and not any(map(self._carries_mark, self.buckets)):
             self.alike.compare_numbers(self._digest(), self.step, self.buckets[0].flat.device)
         self.awaited.stepped()
 

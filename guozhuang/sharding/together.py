@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from torch._compile import _disable_dynamo
 from ..errors import MismatchError, explain, rank_table
 from ..gradients.output_hooks import OutputHook
 from ..world.versions import all_gather_single
+
+if TYPE_CHECKING:
+    from ..gradients.alike import Alike
 
 _CALLS = ("a training forward", "a forward without gradients", "state_dict()", "a step without gradients")
 _BITS = 62  # flags that one number of 64 bits carries
@@ -37,17 +40,28 @@ class Together(OutputHook):
         group: the ranks.
         units: names of the units of which weights are gathered and gradients summed.
         num_flags: the most parameters that a unit has.
+
+    Attributes:
+        alike: compares the steps that ranks have made, and their rates; None: that is not compared.
     """
 
+    alike: Alike | None = None
+
     def __init__(self, group: dist.ProcessGroup, units: Sequence[str], num_flags: int) -> None:
-        self._group, self._units = group, units
+        self._group, self._units, self._num_forwards = group, units, 0
         self._mine = torch.zeros(1 + -(-num_flags // _BITS), dtype=torch.int64)
         self._everyones = torch.zeros(group.size(), len(self._mine), dtype=torch.int64)
 
     @_disable_dynamo
     def __call__(self, model: nn.Module, inputs: Any) -> None:
         """Compare ranks before a forward. Every rank must call."""
-        self._compare(0 if torch.is_grad_enabled() else 1)
+        if not torch.is_grad_enabled() or self.alike is None:
+            self._compare(0 if torch.is_grad_enabled() else 1)
+            return
+        everyones = self._compare(0, [self.alike.digest(self._num_forwards)])
+        if len({row[1] for row in everyones}) > 1:
+            self.alike.compare(self._num_forwards)
+        self._num_forwards += 1
 
     def before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Compare ranks before ``state_dict()``. Every rank must call."""
@@ -94,7 +108,7 @@ class Together(OutputHook):
         if min(codes) < len(_CALLS):
             fix = (
                 "call forward, generate() and state_dict() on every rank, not on rank 0 alone, and let every rank's loss come "
-                "from the model; gz.save(folder), on every rank, saves whole weights"
+                "from the model; skip a batch on all ranks or none; gz.save(folder), on every rank, saves whole weights"
             )
         else:
             fix = (
