@@ -27,8 +27,8 @@ def find_model(options: TrainingOptions, given: Mapping[str, Any], length: int, 
         flag: the option that sets ``length``, for errors.
 
     Raises:
-        UsageError: no such model, too many tokens for it, an option that would have no effect, or transformers, which all models
-            need, is not installed.
+        UsageError: no such model, too many tokens for it, an option that would have no effect, or no transformers, which all
+            models need.
     """
     if not is_installed("transformers"):  # looked for and not imported, which takes seconds
         raise missing("transformers")

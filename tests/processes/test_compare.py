@@ -112,11 +112,7 @@ def test_the_same_strategy_on_several_backends_and_groups(tmp_path: Path) -> Non
     shell = how(results, rows["ddp@gloo"])[-1]  # not judge()'s: on a busy machine it may recommend single
     assert "--backend gloo" in shell and "@" not in shell
     said = [caution for caution in judge(results).cautions if "The likely cause is batch normalization" in caution]
-    assert (
-        len(said) == 1
-        and said[0].startswith("ddp@gloo and torch-ddp ended")
-        and "a BatchNorm layer" in said[0]
-    )
+    assert len(said) == 1 and said[0].startswith("ddp@gloo and torch-ddp ended") and "a BatchNorm layer" in said[0]
 
 
 @pytest.mark.slow
