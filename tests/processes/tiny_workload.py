@@ -45,7 +45,9 @@ def make(options: Mapping[str, str]) -> Workload:
 
     return Workload(
         name="tiny",
-        model=lambda: nn.Sequential(_NORMS[options["norm"]](8), nn.Linear(8, 2)) if "norm" in options else nn.Linear(8, 2),
+        model=lambda: (
+            nn.Sequential(_NORMS[options["norm"]](8), nn.Linear(8, 2)) if "norm" in options else nn.Linear(8, 2)
+        ),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         train=TensorDataset(inputs, classes),
         collate=default_collate,
