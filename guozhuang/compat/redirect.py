@@ -87,7 +87,7 @@ def _take_older_calls() -> None:
 
     @functools.wraps(present)
     def init(self: profiler.profile, enabled: bool = True, *older: bool, **named: Any) -> None:
-        given = dict(zip(("use_cuda", "record_shapes"), older, strict=False))
+        given: dict[str, Any] = dict(zip(("use_cuda", "record_shapes"), older, strict=False))
         if twice := given.keys() & named.keys():
             raise TypeError(f"profile() got several values for {', '.join(sorted(twice))}")
         present(self, enabled, *older[len(given) :], **given, **named)
