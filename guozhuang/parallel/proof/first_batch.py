@@ -122,8 +122,9 @@ class Proof:
             with recording(divided.model) as record:
                 found = run()
         except Exception as error:
-            self._failed(divided, error)
-            raise
+            with self.abandoned_on_error():
+                self._failed(divided, error)
+                raise
         record.take_outputs(found)
         self._has_graph = self._has_graph or _has_graph(found)
         report = self._next_report("forward")
@@ -157,7 +158,7 @@ class Proof:
             return run()
         going_on.depth += 1
         try:
-            with recording(divided.model) as record:
+            with self.abandoned_on_error(), recording(divided.model) as record:
                 loss = (run if reference.here is None else undivided)()
         finally:
             going_on.depth -= 1
@@ -214,7 +215,8 @@ class Proof:
 
             def differences(noise: Noise) -> list[Deviation]:
                 if report.values or report.gradients:
-                    return self._gradient_differences(report, noise)
+                    # Where there are copies of the model, each reference has changed the gradients of its copy, not the mean.
+                    return [] if self._axes.size("dp") > 1 else self._gradient_differences(report, noise)
                 if not is_changed:
                     return []
                 found = "the script has changed some before the step, and in one process it does not"
@@ -241,7 +243,6 @@ class Proof:
             return
         layout = self._axes.layout
         if self._reference is not None and self._reference.next().event == "forward":
-            self._close(proved=False)
             what = f"under layout {layout} the model's forward fails, and in one process it does not"
             told = str(error).partition("\n")[0]
             fix = cure(layout, divided.model)
@@ -284,8 +285,8 @@ class Proof:
                 needs_gb, free_gb = _NEEDS_TIMES * whole_bytes / 1e9, free / 1e9
                 lacks = f"the undivided step may need {needs_gb:.1f} GB, and {free_gb:.1f} GB are free"
         holds = any(p.grad is not None and bool(p.grad.any()) for p in parameters)
-        everyones: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyones, (holds, lacks, list(alive)), group=self._group)
+        everyones: list[Any] = [None] * self._axes.everyone.size()
+        dist.all_gather_object(everyones, (holds, lacks, list(alive)), group=self._axes.everyone)
         if any(each for each, _, _ in everyones):
             return False  # gradients of earlier batches: the next window is waited for
         why = next((each for _, each, _ in everyones if each), "")
