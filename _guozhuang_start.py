@@ -56,6 +56,18 @@ def attach() -> None:
     if os.environ.get(_REPLACE):
         stand_in(torch.nn.parallel.DistributedDataParallel, f"{_SCRIPTS}:wrapper_for")
         _replace_function(torch.distributed.distributed_c10d, "init_process_group", f"{_SCRIPTS}:init_process_group")
+        importlib.import_module("torch.optim.optimizer").register_optimizer_step_pre_hook(_look_at_first_step())
+
+
+def _look_at_first_step() -> Callable[..., None]:
+    """Return a hook of all optimizers, which looks at the first step of any of them whether ranks train together."""
+    steps = iter((1,))
+
+    def look(optimizer: Any, *_: object) -> None:
+        if next(steps, None):
+            _named(f"{_SCRIPTS}:at_first_step")(optimizer)
+
+    return look
 
 
 def _attempt(what: str, function: Callable[[Any], None], argument: Any) -> None:

@@ -13,13 +13,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from guozhuang.compat.prepared import is_gone, say_once
+from guozhuang.compat.prepared import is_gone, is_one_of_several, say_once
 from guozhuang.distributed import DistributedDataParallel
+from guozhuang.sharding import is_dtensor
 from guozhuang.world import backend_of_cpu_ranks
+
+_has_wrapped = False
+
+
+def at_first_step(optimizer: torch.optim.Optimizer) -> None:
+    """Say that ranks may train apart, if a script steps an optimizer on several ranks and neither wraps nor divides a model."""
+    if _has_wrapped or not is_one_of_several():
+        return
+    if not any(is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        say_once(
+            "an optimizer steps, and the script has made no DistributedDataParallel: unless it exchanges by itself, each rank "
+            "trains a model of its own. Fix: let it wrap the model on this device too, or prepare it by gz.prepare"
+        )
 
 
 def wrapper_for(asked: type) -> type:
     """Return this project's class where PyTorch's own is asked for, and any subclass of it as it is."""
+    global _has_wrapped
+    _has_wrapped = True
     if asked is not nn.parallel.DistributedDataParallel:
         return asked
     say_once("the script's DistributedDataParallel is Guozhuang's")

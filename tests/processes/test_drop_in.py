@@ -63,8 +63,32 @@ def test_a_plain_script_trains_by_our_class_over_shm_and_to_the_same_weights(tmp
     assert "guozhuang:" not in done[0].stderr
     assert torch.load(tmp_path / "ccl.pt")[1:3] == ["guozhuang", "shm"]
     assert done[4].stderr.count("of backend ccl is one of shm: ccl is not installed; 2 ranks on one node") == 1, done[4]
-    said = [line for line in done[1].stderr.splitlines() if "guozhuang: the script" in line]
+    said = [line for line in done[1].stderr.splitlines() if "guozhuang: " in line]
     assert len(said) == 2 and "gloo is one of shm" in said[0] and "DistributedDataParallel is Guozhuang's" in said[1]
+
+
+# As PyTorch's ImageNet example does without CUDA.
+UNWRAPPED = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 2)
+if torch.cuda.is_available():
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(2):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_train_apart_are_told_at_the_first_step(tmp_path: Path) -> None:
+    script = write(tmp_path, UNWRAPPED)
+    done = guozhuang("run", "-np", 2, "--replace-ddp", script, folder=tmp_path, forks_ranks=False)
+    said = "an optimizer steps, and the script has made no DistributedDataParallel: unless it exchanges by itself"
+    assert done.returncode == 0 and (done.stdout + done.stderr).count(said) == 1, done
 
 
 # The shapes of torchtitan's parallel layouts: copies, divided weights, divided layers, and stages of a pipeline.
