@@ -160,8 +160,8 @@ class Bucket:
         self.flat, self.marks = self._whole, None
         if self._num_marks:
             storage, start = self._whole.untyped_storage(), self._whole.storage_offset()
-            self.flat = self._whole.new_empty(0).set_(storage, start, (self._num_elements,))
-            self.marks = self._whole.new_empty(0).set_(storage, start + self._num_elements, (self._num_marks,))
+            self.flat = self._whole.new_empty(0).set_(storage, start, (self._num_elements,), (1,))
+            self.marks = self._whole.new_empty(0).set_(storage, start + self._num_elements, (self._num_marks,), (1,))
         dense = () if self.sparse else self.parameters
         self.views = [view_in(self.flat, at, p) for at, p in zip(self._offsets, dense, strict=False)]
 

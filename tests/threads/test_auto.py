@@ -392,7 +392,6 @@ class Tied(Loop):
     ("loop", "said"),
     [
         (Local, "gradients of no_sync()"),
-        (OwnWeights, "different weights"),
         (ReadsState, "reads optimizer.state"),
         (Hooked, "a communication hook of its own"),
         (Tied, "share memory"),
@@ -404,6 +403,11 @@ def test_the_step_stays_whole_where_dividing_it_would_train_otherwise(
     for _, optimizer, _ in run_threads(steps(loop, NUM_STEPS), 2):
         assert optimizer.is_resting
     assert "strategy auto: ddp" in ordered() and said in ordered()
+
+
+def test_weights_that_differ_between_ranks_are_refused() -> None:
+    with pytest.raises(AssertionError, match="the weights of the ranks have gone apart"):
+        run_threads(steps(OwnWeights, NUM_STEPS), 2)
 
 
 @pytest.mark.parametrize(("loop", "said"), [(LocalLate, "no_sync"), (ReadsStateLate, "state_dict")])
