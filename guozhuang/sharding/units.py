@@ -24,6 +24,7 @@ from torch.utils import _pytree
 from ..errors import UsageError, explain
 from ..gradients.forwards import current_number, tensors_with_graph
 from ..gradients.output_hooks import OutputHook
+from ..gradients.passes import weakly
 from ..units import listed
 from .together import History, Together
 
@@ -169,7 +170,10 @@ class _Unit:
             self._watch()
 
     def _watch(self) -> None:
-        """Have PyTorch finish each backward that reaches a parameter of this unit."""
+        """Have PyTorch finish each backward that reaches a parameter of this unit.
+
+        Hooks of tensors do not keep this object alive: Python's garbage collector does not see them, and would free no model.
+        """
         parameters = () if self._group is None else self._group.fsdp_params
         if self._watched == len(parameters):
             return
@@ -177,7 +181,7 @@ class _Unit:
         for each in parameters:
             whole = getattr(each, "_unsharded_param", None)
             if whole is not None and whole.requires_grad and not whole._post_accumulate_grad_hooks:
-                whole.register_post_accumulate_grad_hook(self._on_gradient)
+                whole.register_post_accumulate_grad_hook(weakly(self._on_gradient))
             self._watched += whole is not None and bool(whole._post_accumulate_grad_hooks)
 
     @_disable_dynamo
@@ -186,7 +190,7 @@ class _Unit:
             self._units.had_forward |= module.training
             for tensor in (*tensors_with_graph(output), *self._kept_in_attributes()):
                 if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._start:
-                    tensor.register_hook(self._before_backward)
+                    tensor.register_hook(weakly(self._before_backward))
         else:
             self._units.is_left = True
             if self._units.is_copy:
@@ -204,14 +208,12 @@ class _Unit:
 
     # ---- around a backward -----------------------------------------------------------------------------------------------
 
-    @_disable_dynamo
-    def _before_backward(self, gradient: Tensor) -> None:
+    def _before_backward(self) -> None:
         if torch.is_grad_enabled():  # this backward makes a graph of its own
             self._units.is_kept = True
-        self._state._pre_backward(gradient)
+        self._state._pre_backward(None)  # which returns what it is given
 
-    @_disable_dynamo
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def _on_gradient(self) -> None:
         self._state._register_root_post_backward_final_callback()
 
     @_disable_dynamo

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +60,11 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
     """A model made before there are ranks, which draw from one generator where they are threads."""
     torch.manual_seed(0)
     return make().double()
+
+
+def some_quick(table: dict[str, Any], *quick: str) -> list[Any]:
+    """The rows of a table, all but a few of them slow tests."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in table]
 
 
 def same_as_one(model: nn.Module, one: nn.Module) -> None:
@@ -337,7 +344,7 @@ def averages(rank: int, size: int, strategy: str, how: str, plain: nn.Module) ->
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("how", AVERAGES)
+@pytest.mark.parametrize("how", some_quick(AVERAGES, "zip", "AveragedModel"))
 def test_averages_of_weights_are_those_of_one_process(how: str, strategy: str) -> None:
     run_threads(averages, 2, strategy, how, made(Tied))
 
@@ -391,9 +398,28 @@ def changes(rank: int, size: int, strategy: str, change: str, plain: nn.Module) 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", some_quick(CHANGES, "a layer inside of a block replaced"))
 def test_a_model_that_changes_after_prepare_is_refused(change: str, strategy: str) -> None:
     run_threads(changes, 2, strategy, change, made(Tied))
+
+
+def of_dropped(rank: int, size: int, strategy: str, plain: nn.Module) -> list[Any]:
+    model = copy.deepcopy(plain)
+    model, optimizer = STRATEGIES[strategy](model, adam(model))
+    best = copy.deepcopy(model)
+    for each in (model, best):
+        each(batch(rank)).mean().backward()
+    optimizer.step()
+    left = [weakref.ref(each) for each in (model, best)]
+    return left
+
+
+@pytest.mark.parametrize("strategy", FULLY)
+@pytest.mark.parametrize("make", [Tied, smooth])
+def test_models_and_their_copies_are_freed(make: Callable[[], nn.Module], strategy: str) -> None:
+    left = run_threads(of_dropped, 2, strategy, made(make))
+    gc.collect()
+    assert [ref() is None for refs in left for ref in refs] == [True] * 4
 
 
 # ---- parts of the model that ranks use differently ---------------------------------------------------------------------------
@@ -476,7 +502,7 @@ def chooses(rank: int, size: int, strategy: str, plain: nn.Module, choice: list[
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", some_quick(CHOICES, "other experts on each rank"))
 def test_experts_chosen_by_the_samples_are_equal_or_named(choice: str, strategy: str) -> None:
     for rank, text in enumerate(run_threads(chooses, 2, strategy, made(lambda: Experts("chosen")), CHOICES[choice])):
         if strategy in FULLY:
