@@ -21,12 +21,12 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..errors import UsageError, WorldError, explain
+from ..gradients.additions import Additions
 from ..gradients.forwards import tensors_with_graph
 from ..gradients.passes import ReducerOptions, weakly
 from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
 from ..weights.equal_start import broadcast_tensors, describe, sparse_names, start_equal, verify_equal_layout
-from .additions import Additions
 from .arguments import (
     bucket_caps,
     choose_devices,
@@ -43,7 +43,6 @@ from .joining import (
     tell_synchronization,
 )
 from .precision import MixedPrecision, Precision
-from .script_hooks import ScriptHooks
 from .torch_reducer import Logger, TorchReducer
 from .torch_surface import TorchSurface
 
@@ -199,8 +198,12 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         self._sparse = sparse_names(self.module)
         self._needs_reducer = any(p.requires_grad for _, p in self._averaged)
         self._additions = Additions(self._averaged)
-        rank, asks = self.process_group.rank(), (weakly(self._awaits_average), weakly(self._count_passes))
-        self._script_hooks = ScriptHooks(self._averaged, asks[0], rank, self._warns, asks[1])
+        self._script_hooks: ScriptHooks | None = None
+        if self.process_group.size() > 1:
+            from ..gradients.script_hooks import ScriptHooks  # imported only when needed
+
+            rank, asks = self.process_group.rank(), (weakly(self._awaits_average), weakly(self._count_passes))
+            self._script_hooks = ScriptHooks(self._averaged, asks[0], rank, self._warns, asks[1])
         self.logger = Logger(self)
 
     @property
@@ -303,7 +306,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if torch.is_grad_enabled():
             self._additions.refuse(self.module, self.ignored, self.process_group.rank())
-            self._script_hooks.look(is_local=not self.require_backward_grad_sync)
+            if self._script_hooks is not None:
+                self._script_hooks.look(is_local=not self.require_backward_grad_sync)
         if torch.is_grad_enabled() and self.around is not None:
             self.around.note_forward(self.require_backward_grad_sync)
         if torch.is_grad_enabled() and self.reducer is not None:

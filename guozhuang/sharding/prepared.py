@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,9 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from ..distributed.additions import Additions
-from ..distributed.script_hooks import ScriptHooks
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange
+from ..gradients.additions import Additions
 from ..gradients.awaited import AwaitedBackwards
 from ..gradients.forwards import tensors_with_graph
 from ..gradients.output_hooks import OutputHook, is_traced
@@ -29,6 +28,9 @@ from .elementwise import needs_whole_tensors
 from .optimizer import ShardedOptimizer, warn_of_forgotten
 from .parts import BucketLayout
 from .whole import is_divided
+
+if TYPE_CHECKING:
+    from ..gradients.script_hooks import ScriptHooks
 
 
 @overload
@@ -182,14 +184,19 @@ class EqualBuffers(OutputHook):
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         named, averages_later = list(model.named_parameters()), group.size() > 1 and not is_divided(model)
         self._group, self._additions = group, Additions(named)
-        self._script_hooks = ScriptHooks(named, lambda: averages_later, group.rank())
+        self._script_hooks: ScriptHooks | None = None
+        if averages_later:
+            from ..gradients.script_hooks import ScriptHooks  # imported only when needed
+
+            self._script_hooks = ScriptHooks(named, lambda: True, group.rank())
 
     @_disable_dynamo
     def __call__(self, model: nn.Module, inputs: Any) -> None:
         """Broadcast buffers if gradients are enabled and the model is in training mode. Every rank must call the forward."""
         if torch.is_grad_enabled():
             self._additions.refuse(model, frozenset(), self._group.rank())
-            self._script_hooks.look()
+            if self._script_hooks is not None:
+                self._script_hooks.look()
             if model.training:
                 broadcast_tensors(model.buffers(), self._group, source=0)
 

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..distributed import DistributedDataParallel
-from ..distributed.additions import Additions
 from ..errors import UsageError, explain
 from ..exchange import GradientExchange
 from ..exchange.weights import WeightExchange
+from ..gradients.additions import Additions
 from ..optim.divided import DividedOptimizer
 from ..optim.wrapped import WrappedOptimizer
 from ..parallel.axes import WHOLE, make_axes

@@ -7,7 +7,7 @@ import threading
 from torch import nn
 from torch.nn.modules import module as of_torch
 
-from guozhuang.distributed.additions import Additions
+from guozhuang.gradients.additions import Additions
 
 
 def test_pytorch_iterates_over_its_hooks_without_a_lock_so_a_wrapper_adds_none() -> None:

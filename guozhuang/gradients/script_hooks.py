@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import UsageError, explain
-from ..gradients.output_hooks import is_traced
+from .output_hooks import is_traced
 
 _LOCK: Final = threading.RLock()  # other threads make and drop models; a finalizer may do so while the lock is held
 _log = logging.getLogger("guozhuang")
