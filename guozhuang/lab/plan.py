@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from guozhuang.lab.verdict import BUSY
 from guozhuang.world.devices import SHARED_MEMORY, backend_of_cpu_ranks, num_cuda
 from guozhuang.world.layout import HYBRID
 from guozhuang.world.machine import usable_cores
+from guozhuang.world.threads.settle import asked_threads
 
 FEWEST_ROUNDS = 2
 TIMELINE_STEPS = 10
@@ -159,7 +159,7 @@ def plan_of(namespace: argparse.Namespace, scratch: Path, console: Any) -> tuple
         num_rounds=namespace.rounds if namespace.rounds is not None else DEFAULT_ROUNDS,
         num_epochs=namespace.epochs,
         seed=namespace.seed,
-        threads_per_rank=namespace.threads_per_rank or _asked_threads() or max(1, usable_cores() // num_ranks),
+        threads_per_rank=namespace.threads_per_rank or asked_threads()[1] or max(1, usable_cores() // num_ranks),
         batch_size=workload.batch_size,
         dataset_size=dataset_size,
     )
@@ -235,12 +235,6 @@ def writable(folder: Path, option: str = "--out") -> Path:
     return folder.absolute()
 
 
-def _asked_threads() -> int | None:
-    """Return the number in OMP_NUM_THREADS; None without it, or where it is no number above 0."""
-    asked = os.environ.get("OMP_NUM_THREADS", "").strip()
-    return int(asked) or None if asked.isascii() and asked.isdigit() else None
-
-
 def notes_of(plan: ComparisonPlan, busy: float = 0.0) -> tuple[str, ...]:
     """Return warnings for the reader of the report: settings or a busy machine under which the numbers mean less.
 
@@ -253,8 +247,9 @@ def notes_of(plan: ComparisonPlan, busy: float = 0.0) -> tuple[str, ...]:
         found.append(f"Something else kept {units.percent(busy)} of the cores busy when the comparison began or ended.")
     settings = plan.settings
     cores = usable_cores()
-    if asked := os.environ.get("OMP_NUM_THREADS", "").strip():
-        counts = _asked_threads() == settings.threads_per_rank
+    asked, number = asked_threads()
+    if asked:
+        counts = number == settings.threads_per_rank
         found.append(
             f"OMP_NUM_THREADS={asked} {'counts' if counts else 'does not count'} here: each rank computes with "
             f"{settings.threads_per_rank} thread(s); strategies of one process compute with all {cores} cores."

@@ -335,8 +335,7 @@ class ComparisonSettings:
 class Results:
     """All results of a comparison, as ``results.json`` holds them.
 
-    Attributes:
-        busy: the share of the cores that other programs kept busy when the comparison began or when it ended, the larger one.
+    ``busy`` is the share of the cores that other programs used when it began or when it ended, the larger one.
     """
 
     created: str

@@ -205,9 +205,10 @@ def _speed(results: Results, chosen: StrategyRow, fastest: StrategyRow, candidat
     runner_up = max(others, key=lambda row: row.samples_per_s).name if others else "single"
     is_restless = restless({row.name: (row.slowest, row.fastest) for row in candidates})
     ratios = [
-        f"{units.times(ratio)} {name}" + (_at_least(results, chosen, name) if is_restless else "")
+        f"{units.times(ratio)} {name}"
+        + (f" (at least {units.times(chosen.slowest / other.fastest)})" if is_restless else "")
         for name in dict.fromkeys(("single", "torch-ddp", runner_up))
-        if name != chosen.name and (ratio := results.ratio(chosen, name)) is not None
+        if name != chosen.name and (other := results.row(name)) and (ratio := results.ratio(chosen, name)) is not None
     ]
     text += f": {' and '.join(ratios)}." if ratios else "."
     if chosen is not fastest:
@@ -224,12 +225,6 @@ def _speed(results: Results, chosen: StrategyRow, fastest: StrategyRow, candidat
         )
         text += f" {measured}; {why}."
     return text
-
-
-def _at_least(results: Results, chosen: StrategyRow, name: str) -> str:
-    """Return what a ratio of medians is at least, where rounds differ much: the slowest round over the other's fastest."""
-    other = results.row(name)
-    return "" if other is None else f" (at least {units.times(chosen.slowest / other.fastest)})"
 
 
 def _efficiency(results: Results, chosen: StrategyRow) -> list[str]:

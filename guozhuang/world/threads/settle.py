@@ -151,6 +151,12 @@ def _at_first() -> tuple[int, bool]:
     return number, number not in usual | {int(each) for each in asked if each.isdecimal()}
 
 
+def asked_threads() -> tuple[str, int | None]:
+    """Return the text of OMP_NUM_THREADS, and the number of threads that it asks for; None if it is no number above 0."""
+    text = os.environ.get("OMP_NUM_THREADS", "").strip()
+    return text, (int(text) or None) if text.isascii() and text.isdigit() else None
+
+
 def _agents_variables() -> list[str] | None:
     """Return the names of the variables that torchrun's agent was started with; None for any other agent, or an unknown one."""
     marker = "TORCHELASTIC_RUN_ID"
