@@ -87,7 +87,7 @@ class StatisticalAverage:
             earlier_s = over_s - passed_s
             return val if earlier_s <= 0 else (val * passed_s + self.get_records_mean(earlier_s) * earlier_s) / over_s
 
-        records = []
+        records: list[float] = []
         while 2.0 ** len(records) <= total_s:
             records.append(mean(2.0 ** len(records)))
         tail = mean(total_s) if total_s > 0 else val
