@@ -39,14 +39,12 @@ from .buckets import dense_stride
 
 _EARLY, _EVERY, _PARTS = frozenset((1, 2, 4, 8)), 16, 4
 _WINDOW = 1 << 16  # elements of a parameter that one checksum reads
-_NUM_RATES = (
-    8  # optimizers whose hyper-parameters are looked at in each pass; those of more optimizers where weights are
-)
+# Optimizers whose hyper-parameters are looked at in each pass; those of more optimizers are where weights are.
+_NUM_RATES = 8
 _ROUNDINGS = 1000  # times the dtype's relative precision: weights that differ by less differ by rounding
 _MOST_ROUNDING = 0.02
-_PATIENCE = (
-    3  # comparisons of changed weights that found nothing, after which changes in place are not counted any more
-)
+# Comparisons of changed weights that found nothing, after which changes in place are not counted any more.
+_PATIENCE = 3
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
 _log = logging.getLogger("guozhuang")
