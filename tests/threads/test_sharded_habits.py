@@ -21,7 +21,7 @@ from guozhuang import DistributedDataParallel
 from guozhuang.errors import MismatchError, UsageError
 from guozhuang.sharding import shard
 from guozhuang.sharding.fully import shard_fully
-from guozhuang.sharding.together import History
+from guozhuang.sharding.fully.together import History
 from tests.threads.ranks import run_threads
 
 Pair = tuple[nn.Module, Optimizer]

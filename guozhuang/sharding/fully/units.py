@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree
 
-from ..errors import UsageError, explain
-from ..gradients.forwards import current_number, tensors_with_graph
-from ..gradients.output_hooks import OutputHook
-from ..gradients.passes import weakly
-from ..units import listed
+from ...errors import UsageError, explain
+from ...gradients.forwards import current_number, tensors_with_graph
+from ...gradients.output_hooks import OutputHook
+from ...gradients.passes import weakly
+from ...units import listed
 from .together import History, Together
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # the attributes that every module has

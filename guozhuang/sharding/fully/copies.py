@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from ..errors import UsageError, explain
+from ...errors import UsageError, explain
 
 #: Attributes that this module and PyTorch have put on the modules of a divided model.
 _ADDED = ("__deepcopy__", "__reduce_ex__", "named_parameters", "_is_fsdp_managed_module", "_fsdp_use_orig_params")

@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 from torch.optim import Optimizer
 
-from ..errors import UsageError, explain
-from ..exchange.nan_watch import NanWatch
-from ..sync_batch_norm import use_on_cpu
-from ..weights.equal_start import start_equal
+from ...errors import UsageError, explain
+from ...exchange.nan_watch import NanWatch
+from ...sync_batch_norm import use_on_cpu
+from ...weights.equal_start import start_equal
+from ..elementwise import WHY_NOT
+from ..prepared import EqualBuffers
+from ..state import is_elementwise
 from .copies import make_copyable, materialize
-from .elementwise import WHY_NOT
-from .prepared import EqualBuffers
-from .state import is_elementwise
 from .together import History, Together
 from .units import Units
 
@@ -98,7 +98,7 @@ def shard_fully(
     new_names, new_parameters = list(new), list(new.values())
 
     if isinstance(units.compare, Together):
-        from ..gradients.alike import Alike  # imported only when needed
+        from ...gradients.alike import Alike  # imported only when needed
 
         # A batch that was left out is found by what comes after its forward.
         units.compare.alike = Alike(group, new_parameters, lambda: (0, 0))

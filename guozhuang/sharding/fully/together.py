@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from ..errors import MismatchError, explain, rank_table
-from ..gradients.output_hooks import OutputHook
-from ..world.versions import all_gather_single
+from ...errors import MismatchError, explain, rank_table
+from ...gradients.output_hooks import OutputHook
+from ...world.versions import all_gather_single
 
 if TYPE_CHECKING:
-    from ..gradients.alike import Alike
+    from ...gradients.alike import Alike
 
 _CALLS = ("a training forward", "a forward without gradients", "state_dict()", "a step without gradients")
 _BITS = 62  # flags that one number of 64 bits carries
