@@ -337,7 +337,8 @@ def case_hooks_of_the_user_run_and_change_what_is_exchanged(rank, world_size):
             ddp.zero_grad()
             calls.clear()
             ddp(batch(rank, step)).pow(2).mean().backward()
-            assert sorted(calls) == ["accumulated", "tensor"]
+            # Hooks that change a gradient are tried with other numbers too, the first time.
+            assert sorted(calls if step else set(calls)) == ["accumulated", "tensor"]
             expected = []
             for r in range(world_size):
                 copy_r = twin_of(twin)
