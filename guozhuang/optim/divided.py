@@ -26,12 +26,19 @@ class DividedOptimizer(WrappedOptimizer):
         inner: the user's optimizer.
         peers: the groups of the ranks that hold one copy of the model together.
         needs_whole: whether the optimizer steps whole matrices, see [Note: the keeper of a matrix] in whole_matrices.py.
+        meet: called before the collectives of ``state_dict()``, with the name of the call.
     """
 
-    def __init__(self, inner: Optimizer, peers: Sequence[dist.ProcessGroup], needs_whole: bool = False) -> None:
+    def __init__(
+        self,
+        inner: Optimizer,
+        peers: Sequence[dist.ProcessGroup],
+        needs_whole: bool = False,
+        meet: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.wrap(inner, moves_state_hooks=False)
         self.peers, self._needs_whole = tuple(peers), needs_whole
-        gather_optimizer_states(inner)
+        gather_optimizer_states(inner, meet)
 
     @property
     def state(self) -> Any:  # type: ignore[override]

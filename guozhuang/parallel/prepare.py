@@ -1,36 +1,25 @@
-"""Divide a model over the ranks of a layout: its matrices, its images or sequences, its layers.
-
-[Note: equal batches] The ranks that hold one copy of the model work on the same batch: each computes the script's loss. A
-script that shares out its data by rank, or whose ranks shuffle differently from some epoch on, would train on a mix of batches
-without any error. So in each forward the ranks exchange checksums of their inputs: 128 bytes. Where the first operation of the
-forward waits for all ranks anyhow, they are compared before it. Ranks of a pipeline begin at different times, so theirs are
-looked at when the batch has gone through, and those of an accelerator with the next batch, by when they have been computed.
-"""
+"""Divide a model over the ranks of a layout: its matrices, its images or sequences, its layers."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree
 
-from ..errors import MismatchError, UsageError, explain, rank_table
+from ..errors import UsageError, explain
 from ..weights.equal_start import start_equal
 from ..world.devices import device_of
-from ..world.layout import MODEL_AXES
-from ..world.versions import all_gather_single
 from .axes import WHOLE, Around, Axes
 from .caches import CacheSettings
 from .clipping import watch_norms
+from .equal_batches import EqualBatches, mode_of
 from .guard import as_plain, guard
 from .proof import Proof, proof_of
 from .proof.undivided import UndividedForm
@@ -97,134 +86,6 @@ class Wishes:
     audit_every: int | None = None
 
 
-class EqualBatches:
-    """Compares the batches of the ranks that hold one copy of the model together. See [Note: equal batches].
-
-    Args:
-        axes: the groups of the layout.
-        device: where checksums are exchanged: that of the parameters, which the groups serve.
-    """
-
-    _NUM_WORDS = 16  # of 8 bytes: one for each input, as far as they reach; the last one is for all others
-
-    def __init__(self, axes: Axes, device: torch.device) -> None:
-        self._group, self._device = axes.group(*MODEL_AXES), device
-        # A pipeline, and divided in no other way.
-        self._is_pipeline = self._group is not None and axes.size("pp") == self._group.size()
-        self._is_first, self._is_inside = True, False
-        self._check_last: Callable[[], None] = lambda: None
-
-    @property
-    def are_shared(self) -> bool:
-        """Whether other ranks work on the same batches."""
-        return self._group is not None
-
-    def stay_alone(self) -> None:
-        """Compare nothing from now on."""
-        self._group = None
-
-    @contextlib.contextmanager
-    def compared(self, *inputs: Any) -> Iterator[None]:
-        """Raise in this context, on every rank of a copy of the model, unless all have the same inputs. Each must enter it.
-
-        Raises:
-            MismatchError: the text names the first input that differs, and the ranks.
-        """
-        if self._group is None or self._is_inside:
-            yield
-            return
-        self._check_last()
-        words, lines = self._digest(inputs)
-        found = words.new_empty(self._group.size() * self._NUM_WORDS)
-        goes_on = self._is_pipeline and not self._is_first and found.device.type == "cpu"
-        work = all_gather_single(found, words, group=self._group, async_op=goes_on)
-        self._is_first = False
-        if found.device.type != "cpu":
-            self._check_last = self._on_accelerator(found, lines)
-        elif not goes_on:
-            self._check(found, lines)
-        self._is_inside = True
-        try:
-            yield
-        except Exception:
-            if goes_on and work.is_completed():  # unequal batches are why something failed
-                self._check(found, lines)
-            raise
-        finally:
-            self._is_inside = False
-        if goes_on:
-            work.wait()
-            self._check(found, lines)
-
-    def _on_accelerator(self, found: Tensor, lines: Sequence[str]) -> Callable[[], None]:
-        """Return what compares the words once they are there, for which the queue of kernels does not have to run empty."""
-        copy = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
-        copy.copy_(found, non_blocking=True)
-        event = torch.Event(found.device.type)
-        event.record()
-
-        def check() -> None:
-            self._check_last = lambda: None
-            event.synchronize()
-            self._check(copy, lines)
-
-        return check
-
-    def _digest(self, inputs: Any) -> tuple[Tensor, list[str]]:
-        """Return checksums of the inputs, on the device of the parameters, and a line for each of them."""
-        words, lines = [0] * self._NUM_WORDS, []
-        later: list[tuple[int, Tensor]] = []
-        for i, (path, leaf) in enumerate(_pytree.tree_leaves_with_path(inputs)):
-            place = min(i, self._NUM_WORDS - 1)
-            line = f"{_pytree.keystr(path[1:])} {_kind(leaf)}"
-            words[place] = zlib.crc32(line.encode(), words[place])
-            lines.append(line)
-            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_meta or not leaf.numel():
-                continue
-            octets = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-            if leaf.device.type == "cpu":
-                words[place] = zlib.crc32(octets.numpy().data, words[place])
-            else:
-                later.append((place, _checksum(octets)))
-        found = torch.tensor(words).to(self._device, non_blocking=True)
-        for place, value in later:
-            found[place] += value.to(self._device)
-        return found, lines
-
-    def _check(self, found: Tensor, lines: Sequence[str]) -> None:
-        assert self._group is not None
-        rows = found.view(self._group.size(), self._NUM_WORDS).tolist()
-        if all(row == rows[0] for row in rows):
-            return
-        place = next(i for i in range(self._NUM_WORDS) if len({row[i] for row in rows}) > 1)
-        what = f"input {place} of the model differs between ranks that hold one copy of the model together"
-        fix = "load data by gz.loader, or share it out by world.data_rank of world.data_size, and draw random inputs by torch"
-        shown = lines[place] if place < len(lines) else "nothing"
-        ranks = dist.get_process_group_ranks(self._group)
-        table = rank_table(
-            ("rank", "checksum"), [(rank, f"{row[place]:x}") for rank, row in zip(ranks, rows, strict=True)]
-        )
-        text = explain(what, value=shown, rank=dist.get_rank(), fix=fix)
-        raise MismatchError(f"{text}\n{table}")
-
-
-def _checksum(octets: Tensor) -> Tensor:
-    """Return a sum over the bytes that depends on their order, computed on their device: 0-dimensional, int64."""
-    if len(octets) % 8:
-        numbers = octets.long()
-    else:  # rows in the middle of a tensor may begin where no number of 8 bytes does
-        numbers = (octets if octets.storage_offset() % 8 == 0 else octets.clone()).view(torch.int64)
-    return (numbers * torch.arange(1, 2 * len(numbers), 2, device=octets.device)).sum()
-
-
-def _kind(leaf: object) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
-    # The text of any other object may tell an address, a device or an order that differs between ranks.
-    is_plain = leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype)
-    return repr(leaf)[:60] if is_plain or type(leaf).__module__ == "numpy" else type(leaf).__qualname__
-
-
 @dataclass
 class Divided:
     """A model whose parts are spread over the ranks of a layout.
@@ -278,7 +139,7 @@ class Divided:
             UsageError: it is not what one process computes; see :class:`Proof`.
         """
         abandoned = nullcontext() if self.proof is None else self.proof.abandoned_on_error()
-        with abandoned, self.batches.compared(args, kwargs):
+        with abandoned, self.batches.compared(mode_of(self.model), args, kwargs):
             self.begin_batch()
             if self.proof is None:
                 return self._run(args, kwargs)
@@ -300,7 +161,7 @@ class Divided:
             with self.as_plain():
                 return run()
 
-        with self.batches.compared(*inputs):
+        with self.batches.compared(mode_of(self.model), *inputs):
             self.begin_batch()
             return run_plain() if self.proof is None else self.proof.batch(self, inputs, run_plain, undivided)
 
@@ -385,9 +246,9 @@ def divide_model(model: nn.Module, axes: Axes, wishes: Wishes) -> Divided:
         raise UsageError(explain(what, value=type(model).__name__, fix="call the model on one batch before prepare()"))
     start_equal(model, axes.everyone)
     draw_alike(axes, device_of(model.parameters()))
-    gather_states(model)
     watch_norms(model)
     found = Divided(model, axes)
+    gather_states(model, found.batches.meet)
     found.proof, form = (proof_of(axes), UndividedForm(model)) if wishes.proof else (None, None)
     if axes.size("tp") > 1:
         _later("tensor", "divide_tensors")(model, axes, wishes.plan)

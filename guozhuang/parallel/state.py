@@ -7,9 +7,10 @@ is collective: every rank that holds a part of the model must save or load, even
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,21 +23,35 @@ from ..gradients.buckets import dense_stride
 from ..world.devices import device_of
 from .division import Division, division_of, part, whole
 
+#: Waits until all ranks that hold one copy of the model make a call, which it is given as the script writes it.
+Meet: TypeAlias = Callable[[str], None]
 
-def gather_states(module: nn.Module) -> None:
+
+def gather_states(module: nn.Module, meet: Meet = lambda _: None) -> None:
     """Let ``module.state_dict()`` return whole tensors, and ``load_state_dict`` take them. Both are collective from now on.
 
     So are those of the modules inside of it, when they are saved or loaded by themselves.
+
+    Args:
+        module: the whole model.
+        meet: called before the collectives of a ``state_dict()``.
     """
     for each in module.modules():
-        each.register_state_dict_post_hook(_gather if each is module else _gather_alone)
+        gather = _gather if each is module else _gather_alone
+        each.register_state_dict_post_hook(functools.partial(gather, meet))
         each.register_load_state_dict_pre_hook(_divide if each is module else _divide_alone)
 
 
-def gather_optimizer_states(optimizer: Optimizer) -> None:
+def gather_optimizer_states(optimizer: Optimizer, meet: Meet = lambda _: None) -> None:
     """Do for an optimizer what :func:`gather_states` does for a module; its present state is divided like its parameters."""
+
+    def gather(saved: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if any(division_of(p) is not None for group in saved.param_groups for p in group["params"]):
+            meet("optimizer.state_dict()")
+        return whole_state(saved, state)
+
     fit(optimizer.state)
-    optimizer.register_state_dict_post_hook(whole_state)
+    optimizer.register_state_dict_post_hook(gather)
     optimizer.register_load_state_dict_pre_hook(_divided_state)
 
 
@@ -48,18 +63,20 @@ def divided_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, Division]]
                 yield name, tensor, division
 
 
-def _gather(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _gather(meet: Meet, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     found: dict[int, Tensor] = {}
     for name, tensor, division in divided_tensors(module):
         if prefix + name in state:  # which leaves out some buffers, the same on every rank
+            if not found:
+                meet("model.state_dict()")
             if id(tensor) not in found:
                 found[id(tensor)] = whole(tensor, division)
             state[prefix + name] = found[id(tensor)]
 
 
-def _gather_alone(module: nn.Module, state: dict[str, Any], prefix: str, told: Any) -> None:
+def _gather_alone(meet: Meet, module: nn.Module, state: dict[str, Any], prefix: str, told: Any) -> None:
     if not prefix:  # else it is a part of the state of a module around it, which gathers
-        _gather(module, state, prefix, told)
+        _gather(meet, module, state, prefix, told)
 
 
 def _divide_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from ..weights.points import points_of
 from .carrier import Carrier, arrival_of
 
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
@@ -67,7 +68,8 @@ def _average(parameters: Iterable[Tensor]) -> None:
         if hook is not None and not any(hook.carrier is known for known in carriers):
             carriers.append(hook.carrier)
     for carrier in carriers:
-        carrier.average()
+        with points_of(carrier.group).inside("an average of gradients"):
+            carrier.average()
 
 
 def _after_averages(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +95,7 @@ def _after_averages_of_gradients(function: Callable[..., Any]) -> Callable[..., 
         wanted = {id(each) for each in given}
         for carrier in Carrier.alive():
             if any(id(p.grad) in wanted for p in carrier.parameters if p.grad is not None):
-                carrier.average()
+                _average(carrier.parameters[:1])
         return function(given, *args, **options)
 
     vars(averaging)["_averages"] = True

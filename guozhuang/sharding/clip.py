@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import UsageError, explain
 from ..parallel.division import checked_norm
+from ..weights.points import points_of
 from .carrier import Arrival, Carrier, arrival_of
 from .whole import division_if_any, is_dtensor
 
@@ -67,7 +68,8 @@ def _clip_parts(hooks: Sequence[Arrival], max_norm: float, norm_type: float, err
             wanted.append(set())
         wanted[next(i for i, known in enumerate(carriers) if known is hook.carrier)].add(hook.parameter)
     for carrier in carriers:
-        carrier.collect()
+        with points_of(carrier.group).inside("gz.clip_grad_norm_()"):
+            carrier.collect()
     parts = [_parts(carrier, only) for carrier, only in zip(carriers, wanted, strict=True)]
     held = [p for c, only in zip(carriers, wanted, strict=True) for i, p in enumerate(c.parameters) if i in only]
     if any(division_if_any(p) is not None for p in held):

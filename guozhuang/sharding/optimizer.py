@@ -28,6 +28,7 @@ from ..optim.wrapped import WrappedOptimizer
 from ..parallel.division import division_of, summed
 from ..parallel.state import fit
 from ..units import listed
+from ..weights.points import points_of
 from ..world.devices import device_of
 from .carrier import Carrier
 from .elementwise import needs_whole_tensors, step_cost, steps_as_torch
@@ -67,6 +68,7 @@ class ShardedOptimizer(WrappedOptimizer):
     ) -> None:
         self.wrap(inner, moves_state_hooks=True)
         self.group, self._model, self._make_carrier = group, model, make_carrier
+        self._points = points_of(group)
         self._who = type(inner).__name__
         self._kinds_checked, self._is_later = False, is_later
         self._saved_exchange: Mapping[str, Any] = {}
@@ -136,7 +138,8 @@ class ShardedOptimizer(WrappedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step(grad_scaler)
+        with self._points.inside("optimizer.step()"):
+            self._step(grad_scaler)
         return loss
 
     def _step(self, grad_scaler: Any) -> None:
@@ -196,6 +199,7 @@ class ShardedOptimizer(WrappedOptimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
+        self._points.meet("optimizer.state_dict()")
         index_of = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         state: dict[Any, Any] = {}
         for parameter, values in self._whole().items():

@@ -23,6 +23,7 @@ from ..gradients.passes import weakly
 from ..sync_batch_norm import use_on_cpu
 from ..units import listed
 from ..weights.equal_start import broadcast_tensors, sparse_names, start_equal
+from ..weights.points import points_of
 from .carrier import Carrier, arrival_of
 from .elementwise import needs_whole_tensors
 from .optimizer import ShardedOptimizer, warn_of_forgotten
@@ -183,7 +184,7 @@ class EqualBuffers(OutputHook):
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         named, averages_later = list(model.named_parameters()), group.size() > 1 and not is_divided(model)
-        self._group, self._additions = group, Additions(named)
+        self._group, self._additions, self._points = group, Additions(named), points_of(group)
         self._script_hooks: ScriptHooks | None = None
         if averages_later:
             from ..gradients.script_hooks import ScriptHooks  # imported only when needed
@@ -197,8 +198,9 @@ class EqualBuffers(OutputHook):
             self._additions.refuse(model, frozenset(), self._group.rank())
             if self._script_hooks is not None:
                 self._script_hooks.look()
-            if model.training:
-                broadcast_tensors(model.buffers(), self._group, source=0)
+            if model.training and (buffers := list(model.buffers())):
+                with self._points.inside("a forward of the model (training)"):
+                    broadcast_tensors(buffers, self._group, source=0)
 
 
 def check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

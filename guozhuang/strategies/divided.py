@@ -29,6 +29,7 @@ from ..optim.divided import DividedOptimizer
 from ..optim.wrapped import WrappedOptimizer
 from ..parallel.axes import WHOLE, make_axes
 from ..parallel.division import division_of, take_first
+from ..parallel.equal_batches import mode_of
 from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model, draw_alike
 from ..parallel.state import fit, gather_optimizer_states
 from ..sharding.elementwise import choose_keepers, needs_whole_tensors
@@ -159,7 +160,7 @@ class PreparedParallel(StandsForModule):
             raise UsageError(explain(what, fix="give it to gz.prepare(model, optimizer, loss=loss_fn)"))
         pipe = divided.pipe
         if pipe is None:
-            with divided.batches.compared(args, kwargs):
+            with divided.batches.compared(mode_of(divided.model), args, kwargs):
                 return plain_step(self, loss, args, kwargs)
         return divided.batch(
             (args, kwargs),
@@ -306,7 +307,7 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
         _, made = shard(model, given, group, exchange=None if lazy is None else lazy(), has_stages=has_stages)
         for each in made:
             each.peers = peers
-            gather_optimizer_states(each)
+            gather_optimizer_states(each, found.batches.meet)
             if not is_alike:
                 each.register_step_post_hook(lambda *_: align(lambda p: p))
         whole = made if isinstance(optimizer, tuple) else made[0]
@@ -318,10 +319,10 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
     for each, whole_ones in zip(several(optimizer), needs_whole, strict=True):
         if isinstance(each, WrappedOptimizer):  # which the strategy has brought
             each.peers = peers
-            gather_optimizer_states(each.inner)
+            gather_optimizer_states(each.inner, found.batches.meet)
             stepping.append(each)
         else:
-            stepping.append(DividedOptimizer(each, peers, whole_ones))
+            stepping.append(DividedOptimizer(each, peers, whole_ones, found.batches.meet))
     stepped = tuple(stepping) if isinstance(optimizer, tuple) else stepping[0]
     if group is None:
         return _pair(PreparedParallel(found, given, None, wishes.loss), stepped, found, wishes)

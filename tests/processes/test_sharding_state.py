@@ -131,7 +131,7 @@ def one_does_not_come(rank: int, world_size: int) -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     result = run_ranks(one_does_not_come, 3, collect_errors=True)[0]
     assert isinstance(result, RankError) and result.type_name == "WorldError"
-    assert f"ranks [1, 2] did not come within {EXPIRES_S:g} s to compare the state of the optimizer" in result.message
+    assert f"ranks [1, 2] did not come within {EXPIRES_S:g} s to optimizer.state_dict()" in result.message
 
 
 def case_what_cannot_be_loaded_is_refused_on_every_rank(rank: int, world_size: int) -> None:

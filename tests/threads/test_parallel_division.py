@@ -12,7 +12,7 @@ from guozhuang.errors import MismatchError, UsageError
 from guozhuang.optim.divided import DividedOptimizer
 from guozhuang.parallel.axes import make_axes
 from guozhuang.parallel.division import Division, disown, divide, division_of, norm_of, norms_of, part, whole
-from guozhuang.parallel.prepare import EqualBatches, _checksum
+from guozhuang.parallel.equal_batches import EqualBatches, _checksum
 from guozhuang.parallel.spans import parts, take
 from guozhuang.sharding import shard
 from guozhuang.sharding.elementwise import choose_keepers
@@ -210,10 +210,15 @@ def test_only_batches_that_differ_are_told_apart() -> None:
         batches = EqualBatches(make_axes(Layout(tp=2)), torch.device("cpu"))
         where, names = torch.device("cuda", rank), {"a"} if rank else {"b"}
         numbers = torch.view_as_complex(rows[:, :2].contiguous()).conj()
-        with batches.compared((rows[1:3], numbers, numbers.imag, rows[:0]), {"where": where, "names": names}):
+        with batches.compared(
+            "training", (rows[1:3], numbers, numbers.imag, rows[:0]), {"where": where, "names": names}
+        ):
             pass
         for other in (rows[rank:], numbers[rank], -0.0 if rank else 0.0, "ab"[rank], None if rank else rows):
-            with pytest.raises(MismatchError, match="input 0 of the model differs"), batches.compared((other,), {}):
+            with (
+                pytest.raises(MismatchError, match="input 0 of the model differs"),
+                batches.compared("training", (other,), {}),
+            ):
                 pass
 
     run_threads(on_rank, 2)
