@@ -171,15 +171,16 @@ class Alike:
     def _compare_steps(self, number: int) -> None:
         """Compare how many steps the ranks have made; see [Note: forwards without a backward] in awaited.py."""
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        mine = torch.tensor([now - then for now, then in zip(self._now, self._base, strict=True)], device=device)
+        counts = [now - then for now, then in zip(self._now, self._base, strict=True)]
+        mine = torch.tensor([*counts, len(self._optimizers)], device=device)
         everyones = [torch.empty_like(mine) for _ in range(self.group.size())]
         dist.all_gather(everyones, mine, group=self.group)
         rows = [tuple(each.tolist()) for each in everyones]
-        steps, left_out, unfinished = (len(set(column)) > 1 for column in zip(*rows, strict=True))
-        if steps or (left_out and unfinished):
+        steps, left_out, unfinished, optimizers = (len(set(column)) > 1 for column in zip(*rows, strict=True))
+        if steps or optimizers or (left_out and unfinished):
             what = f"ranks differ in their steps, found in step {number} (counted from 0)"
-            heading = ("rank", "optimizer steps made", "batches left out")
-            table = rank_table(heading, [(rank, *row[:2]) for rank, row in enumerate(rows)])
+            heading = ("rank", "optimizer steps made", "batches left out", "optimizers that have stepped")
+            table = rank_table(heading, [(rank, *row[:2], row[3]) for rank, row in enumerate(rows)])
             raise MismatchError(f"{explain(what, rank=self.group.rank(), fix=_SKIP)}\n{table}")
 
     def compare_numbers(self, mine: int, number: int, device: torch.device) -> None:
