@@ -207,7 +207,9 @@ class PreparedParallel(StandsForModule):
 
     def _averages(self) -> bool:
         inside = self._inside
-        return inside is not None and not inside.keeps_gradients and not self.__dict__["_holds_gradients"]
+        if inside is None or inside.keeps_gradients or self.__dict__["_holds_gradients"]:
+            return False
+        return bool(inside.require_backward_grad_sync)
 
     @property
     def around(self) -> AroundSteps | None:

@@ -24,11 +24,11 @@ class Reports:
     def __init__(self, group: dist.ProcessGroup, copies: dist.ProcessGroup | None) -> None:
         self._group, self._copies = group, copies
         self._full: ReferenceReport | None = None
-        self._count = 0
+        self._count = self._num_of_trembling = 0
 
     def begin(self) -> None:
         """Begin anew, with another reference."""
-        self._full, self._count = None, 0
+        self._full, self._count, self._num_of_trembling = None, 0, 0
 
     def next(self, reference: Reference | None, event: str) -> tuple[ReferenceReport | None, str]:
         """Return the next report, with shapes and dtypes in the place of its tensors; or None, and why there is none.
@@ -63,8 +63,11 @@ class Reports:
         told: list[Any] = [{}]
         if trembling is not None and self._full is not None:
             trembling.begin()
-            reports = [trembling.next() for _ in range(self._count)]
-            told = [noise_of(self._full, reports[-1])]
+            report = trembling.next()
+            for _ in range(self._num_of_trembling + 1, self._count):  # up to the one of this event; others were read before
+                report = trembling.next()
+            self._num_of_trembling = self._count
+            told = [noise_of(self._full, report)]
         dist.broadcast_object_list(told, group=self._group, group_src=0)
         found: Noise = told[0]
         return found
