@@ -411,7 +411,7 @@ def check_rounded(found: dict[str, Any], rounded: dict[str, Any], exact: dict[st
     for step, wanted in enumerate(exact["gradients"]):
         for name, right in wanted.items():
             error, own = ((each["gradients"][step][name] - right).norm() for each in (found, rounded))
-            assert error <= 2 * own + 0.01 * right.norm() + 1e-6, (
+            assert error <= 3 * own + 0.02 * right.norm() + 1e-6, (
                 step,
                 name,
                 float(error),
