@@ -54,11 +54,10 @@ def test_a_cut_cable_is_named_on_both_sides_and_ends_both(tmp_path: Path) -> Non
                 assert line, "a rank ended before it was ready"
         hosts.cut(1)
         texts = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-    assert [process.returncode for process in processes] == [EXIT_CODE] * 4, "\n".join(texts)
-    for rank in (
-        0,
-        1,
-    ):  # with the store; the report may be written when only one of the two has been silent for long enough
+    codes = [process.returncode for process in processes]
+    # Of the two with the store, the one that ends first closes its connections, of which the other one's collective may fail.
+    assert codes[2:] == [EXIT_CODE] * 2 and EXIT_CODE in codes[:2] and {*codes} <= {EXIT_CODE, 1}, "\n".join(texts)
+    for rank in (0, 1):  # the report may be written when only one of the two has been silent for long enough
         lost = r"(ranks 2-3|rank 2|rank 3)"
         assert re.search(rf"{lost} of 4: no sign of life for \d s, nor from any other rank of its node", texts[rank])
         assert re.search(rf"held up by {lost}, lost", texts[rank])
