@@ -31,7 +31,7 @@ test: style
 # A slow test that fails beside others is run once more alone, and then counts.
 test-slow: style $(VENV)/.installed-docs
 	@[ -n "$(SHARD)" ] || { echo "make: which part of the slow tests? Fix: make test-slow SHARD=1, up to 12."; exit 1; }
-	@export EXAMPLES=many; $(PYTEST) --shard $(SHARD) $(if $(NOTE),--note-durations) || { [ $$? = 1 ] && echo "once more, what failed, alone:" && \
+	@export EXAMPLES=many; $(PYTEST) --cache-clear --shard $(SHARD) $(if $(NOTE),--note-durations) || { [ $$? = 1 ] && echo "once more, what failed, alone:" && \
 		$(BIN)/python -m pytest -m slow --last-failed --last-failed-no-failures none; }
 
 test-all: test

@@ -64,7 +64,9 @@ class Reports:
         if trembling is not None and self._full is not None:
             trembling.begin()
             report = trembling.next()
-            for _ in range(self._num_of_trembling + 1, self._count):  # up to the one of this event; others were read before
+            for _ in range(
+                self._num_of_trembling + 1, self._count
+            ):  # up to the one of this event; others were read before
                 report = trembling.next()
             self._num_of_trembling = self._count
             told = [noise_of(self._full, report)]
