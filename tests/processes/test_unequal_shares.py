@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from pathlib import Path
@@ -82,6 +83,7 @@ def all_strategies(rank: int, size: int, backend: str) -> dict[str, float]:
         ):
             next(iter(batches))
         del kept, model, batches
+        gc.collect()  # what stands around fully_shard refers to itself
     gz.shutdown()  # rank 0 keeps the store, which the other one may still read
     return found
 
