@@ -43,6 +43,8 @@ _WINDOW = 1 << 16  # elements of a parameter that one checksum reads
 _NUM_RATES = 8
 _ROUNDINGS = 1000  # times the dtype's relative precision: weights that differ by less differ by rounding
 _MOST_ROUNDING = 0.02
+# How a step is computed, and not what: ranks may choose differently.
+_HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 # Comparisons of changed weights that found nothing, after which changes in place are not counted any more.
 _PATIENCE = 3
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -245,7 +247,7 @@ class Alike:
         if not self._warns:
             raise error
         if self.group.rank() == 0:
-            _log.warning("%s\n(said once)", error)
+            _log.warning("%s\n(said once)", str(error))  # the error itself holds frames, and so the model
 
     # ---- methods that the hook of optimizers calls -----------------------------------------------------------------------
 
@@ -290,7 +292,7 @@ def _values(optimizer: Optimizer) -> Iterator[Any]:
     """Yield the hyper-parameters of an optimizer's groups that can be compared: numbers, words, and tuples of them."""
     for group in optimizer.param_groups:
         for key in optimizer.defaults:
-            value = group.get(key)
+            value = None if key in _HOW else group.get(key)
             if isinstance(value, Tensor):
                 value = value.item() if value.numel() == 1 and value.device.type == "cpu" else None
             if isinstance(value, bool | int | float | str | tuple | list):
@@ -300,7 +302,7 @@ def _values(optimizer: Optimizer) -> Iterator[Any]:
 def _described(optimizer: Optimizer) -> Iterable[str]:
     kind = type(getattr(optimizer, "inner", optimizer)).__name__
     for number, group in enumerate(optimizer.param_groups):
-        shown = {key: group[key] for key in optimizer.defaults if key in group}
+        shown = {key: group[key] for key in optimizer.defaults if key in group and key not in _HOW}
         yield f"{kind}, group {number}: " + ", ".join(
             f"{key} {value.item() if isinstance(value, Tensor) and value.numel() == 1 else value}"
             for key, value in shown.items()
