@@ -244,6 +244,11 @@ def frozen_in_turn(training: Training) -> None:
         training.bare[0].requires_grad_(training.step % 2 == 0)
 
 
+def stepped_in_other_ways(training: Training) -> None:
+    for group in training.optimizer.param_groups:
+        group["foreach"] = bool(training.rank)
+
+
 def scheduled_alike(training: Training) -> None:
     training.optimizer.param_groups[0]["lr"] *= 0.99
 
@@ -258,6 +263,7 @@ HABITS = [
     outputs_in_cycles,
     frozen_in_turn,
     scheduled_alike,
+    stepped_in_other_ways,
 ]
 
 
