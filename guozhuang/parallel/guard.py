@@ -117,11 +117,14 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def as_plain(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let parameters be what they are without a guard in this block."""
+    """Let parameters be what they are without a guard in this block, and gradients that the script has read too."""
     changed = [each for each in parameters if type(each) is GuardedParameter]
     for each in changed:
         plain: Any = each
         plain.__class__ = nn.Parameter
+        gradient: Any = plain.grad
+        if type(gradient) is GuardedPart:  # until the script reads it again
+            gradient.__class__ = Tensor
     try:
         yield
     finally:
