@@ -124,7 +124,7 @@ def as_plain(parameters: Iterable[Tensor]) -> Iterator[None]:
         plain.__class__ = nn.Parameter
         gradient: Any = plain.grad
         if type(gradient) is GuardedPart:  # until the script reads it again
-            gradient.__class__ = Tensor
+            gradient.__class__ = Tensor  # type: ignore[assignment]
     try:
         yield
     finally:
