@@ -299,13 +299,13 @@ def forgets(rank: int, world_size: int, strategy: str, folder: str) -> dict[str,
     found = {}
     nothing: Any = lambda *_, **__: ""  # noqa: E731
     for what, where, name, instead in (
-        ("nothing", of_state, "_machine", of_state._machine),
+        ("nothing", of_state, "machine", of_state.machine),
         ("weights", of_trained, "_set_parameters", nothing),
         ("buffers", of_trained, "_set_buffers", nothing),
         ("extra states", Model, "set_extra_state", nothing),
         ("optimizer", of_trained, "_load_optimizer", nothing),
         ("exchange", of_trained, "_load_exchange", nothing),
-        ("generators", of_state, "_set_generators", nothing),
+        ("generators", of_state, "set_generators", nothing),
         ("loader", Loader, "load_state_dict", nothing),
         ("kept", of_state, "_set_kept", lambda *_: []),
     ):

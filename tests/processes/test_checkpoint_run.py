@@ -162,8 +162,11 @@ def test_a_node_that_gets_sigterm_asks_the_ranks_of_all_nodes(tmp_path, is_kille
     env |= {"STUCK": "1"} if is_killed else {}
     meeting = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", port, "--max-restarts", 2)
     words = ("run", *meeting, "--every", "1000steps", "--checkpoint", tmp_path / "c", "-np", 2, "--node-rank")
+    folders = [tmp_path / f"node {node}" for node in range(2)]  # of their own: a node's processes are known by it
+    for folder in folders:
+        folder.mkdir()
     with contextlib.ExitStack() as stack:
-        nodes = [stack.enter_context(Launched(*words, node, script, folder=tmp_path, **env)) for node in range(2)]
+        nodes = [stack.enter_context(Launched(*words, i, script, folder=at, **env)) for i, at in enumerate(folders)]
         nodes[0].until(lambda: len(list(began.iterdir())) == 4)
         nodes[1].send(signal.SIGTERM)
         nodes[1].until(lambda: "all ranks save a checkpoint after the same step" in nodes[1].printed)

@@ -407,17 +407,20 @@ def check_same(found: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 def check_rounded(found: dict[str, Any], rounded: dict[str, Any], exact: dict[str, Any]) -> None:
-    """In mixed precision each gradient is as far from that of float32 as one process's is, and so are losses and norms."""
-    for step, wanted in enumerate(exact["gradients"]):
-        for name, right in wanted.items():
-            error, own = ((each["gradients"][step][name] - right).norm() for each in (found, rounded))
-            assert error <= 3 * own + 0.02 * right.norm() + 1e-6, (
-                step,
-                name,
-                float(error),
-                float(own),
-                float(right.norm()),
-            )
+    """In mixed precision each gradient is as far from that of float32 as one process's is, and so are losses and norms.
+
+    One process's distance is the largest of its steps: in one step it can be small by chance.
+    """
+
+    def distance(of: dict[str, Any], step: int, name: str) -> float:
+        return float((of["gradients"][step][name] - exact["gradients"][step][name]).norm())
+
+    steps = range(len(exact["gradients"]))
+    for step in steps:
+        for name, right in exact["gradients"][step].items():
+            error, own = distance(found, step, name), max(distance(rounded, each, name) for each in steps)
+            norm = float(right.norm())
+            assert error <= 3 * own + 0.02 * norm + 1e-6, (step, name, error, own, norm)
         norms = [each["norms"][step] for each in (found, rounded)]
         assert norms[0] == pytest.approx(norms[1], rel=0.03), (step, norms)
         index, copies = found["shares"][step]

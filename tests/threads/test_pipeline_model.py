@@ -266,7 +266,8 @@ def test_gradients_of_two_pipelines_are_averaged():
     for model in models:
         for name, parameter in model.named_parameters():
             if parameter.numel():
-                torch.testing.assert_close(parameter, one.get_parameter(name), rtol=1e-9, atol=1e-12)
+                with torch._C.DisableTorchFunctionSubclass():  # of this rank's part, which scripts cannot read
+                    torch.testing.assert_close(parameter, one.get_parameter(name), rtol=1e-9, atol=1e-12)
 
 
 def test_hooks_of_the_script_see_the_batch():
