@@ -194,11 +194,12 @@ def trained(rank: int, strategy: str, layout: Layout, steps: int, make: Callable
                 prepared_model(words)
             prepared_model.train()
         stepped.step()
-    held = {
-        name: p.detach().clone()
-        for name, p in model.named_parameters()
-        if (d := division_of(p)) is None or (d.dim is None and d.is_owned)
-    }
+    with torch._C.DisableTorchFunctionSubclass():  # parts of this rank, which scripts cannot read
+        held = {
+            name: p.detach().clone()
+            for name, p in model.named_parameters()
+            if (d := division_of(p)) is None or (d.dim is None and d.is_owned)
+        }
     own = {name: p.detach() if (d := division_of(p)) is None else whole(p, d) for name, p in model.named_parameters()}
     own = {name: value.clone() for name, value in own.items()}
     return own, copy.deepcopy(prepared_model.state_dict()), held
