@@ -91,8 +91,17 @@ def goes_on(rank: int, size: int, origins: list[str], names: tuple[str, ...], fo
     return found
 
 
-def check(names: tuple[str, ...], sizes: tuple[int, ...], into: tuple[int, ...], folder: Path) -> dict[str, list[str]]:
-    """What each rank found, by the pair of strategies with their numbers of ranks: saved on ``sizes``, restored on ``into``."""
+def check(
+    names: tuple[str, ...],
+    sizes: tuple[int, ...],
+    into: tuple[int, ...],
+    folder: Path,
+    into_names: tuple[str, ...] | None = None,
+) -> dict[str, list[str]]:
+    """What each rank found, by the pair of strategies with their numbers of ranks: saved on ``sizes``, restored on ``into``.
+
+    ``into_names`` are the strategies that go on; None: ``names``.
+    """
     env = {"GUOZHUANG_SERVERS": None}
     origins = []
     for size in sizes:
@@ -101,7 +110,7 @@ def check(names: tuple[str, ...], sizes: tuple[int, ...], into: tuple[int, ...],
         origins += [f"{name}-{size}" for name in chosen]
     whole: dict[str, list[str]] = {}
     for size in into:
-        chosen = tuple(name for name in names if fits(name, size))
+        chosen = tuple(name for name in into_names or names if fits(name, size))
         found = run_ranks(goes_on, size, origins, chosen, str(folder), init=False, env=env, timeout_s=10 * LIMIT_S)
         whole |= {key: [each[key] for each in found] for key in found[0]}
     return whole
@@ -128,11 +137,33 @@ def test_replicas_stay_equal_whatever_the_strategy_was(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(30 * 60)
-@pytest.mark.parametrize("into", [1, 2, 3])
-def test_replicas_stay_equal_between_all_pairs_of_strategies(tmp_path: Path, into: int) -> None:
-    whole = check(EVERY, (1, 2, 3), (into,), tmp_path)
+def check_all_pairs(folder: Path, into: int, part: int = 0, num_parts: int = 1) -> None:
+    """From every strategy on 1, 2 and 3 ranks into every ``num_parts``-th one on ``into`` ranks."""
+    whole = check(EVERY, (1, 2, 3), (into,), folder, EVERY[part::num_parts])
     assert not differing(whole)
     refused = {key: texts for key, texts in whole.items() if " " in texts[0].removesuffix(" said")}
     assert not refused
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(30 * 60)
+class TestAllPairs:
+    """Methods rather than cases of one function, which shards do not divide: all of these take 25 minutes."""
+
+    def test_into_one_rank(self, tmp_path: Path) -> None:
+        check_all_pairs(tmp_path, 1)
+
+    def test_into_two_ranks(self, tmp_path: Path) -> None:
+        check_all_pairs(tmp_path, 2, 0, 2)
+
+    def test_into_two_ranks_other_half(self, tmp_path: Path) -> None:
+        check_all_pairs(tmp_path, 2, 1, 2)
+
+    def test_into_three_ranks(self, tmp_path: Path) -> None:
+        check_all_pairs(tmp_path, 3, 0, 3)
+
+    def test_into_three_ranks_second_third(self, tmp_path: Path) -> None:
+        check_all_pairs(tmp_path, 3, 1, 3)
+
+    def test_into_three_ranks_last_third(self, tmp_path: Path) -> None:
+        check_all_pairs(tmp_path, 3, 2, 3)
