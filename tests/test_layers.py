@@ -21,7 +21,7 @@ PACKAGE = ROOT / "guozhuang"
 # From the ground up. A file imports from floors below its own, and from its own package. Where one part of a floor of the
 # design stands on another part of it, they are two rows here.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "watch.processes"),
+    ("errors", "units", "generators", "watch.processes"),
     ("timeline", "records", "registry", "net"),
     ("cost",),
     ("watch",),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import platform
-import random
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+from guozhuang import generators
 
 
 def _device() -> Any:
@@ -20,29 +21,15 @@ def _device() -> Any:
     return module if module is not None and getattr(module, "is_initialized", lambda: True)() else None
 
 
-def generators() -> dict[str, Any]:
-    """Return the states of the process's generators of random numbers."""
-    found = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
-    device = _device()
+def states_of_generators() -> dict[str, Any]:
+    """Return the states of the process's generators of random numbers, that of its accelerator among them."""
+    found, device = generators.states(), _device()
     return found if device is None else {**found, "device": device.get_rng_state()}
 
 
-def check_generators(states: Mapping[str, Any]) -> None:
-    """Raise unless :func:`set_generators` can set these states; new generators take them.
-
-    Raises:
-        ValueError, TypeError, RuntimeError: a state is not that of a generator.
-    """
-    torch.Generator().set_state(states["torch"].clone())
-    random.Random().setstate(states["python"])
-    np.random.RandomState().set_state(states["numpy"])
-
-
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Set the generators of this process to the states that :func:`generators` returned."""
-    torch.set_rng_state(states["torch"].clone())
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    """Set the generators of this process to the states that :func:`states_of_generators` returned."""
+    generators.set_states(states)
     device = _device()
     if device is not None and "device" in states:
         device.set_rng_state(states["device"].clone())

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from guozhuang.checkpoint.files import broken
 from guozhuang.checkpoint.folder import manifest_of, parts_of, read_part
-from guozhuang.checkpoint.process import check_generators
 from guozhuang.checkpoint.schema import state_fault
 from guozhuang.checkpoint.state import Flat, place
 from guozhuang.errors import CheckpointError
+from guozhuang.generators import check_states
 
 
 class Read(NamedTuple):
@@ -46,7 +46,7 @@ def read(checkpoint: Path) -> tuple[Read | None, str]:
         for name, own in states.items():
             if found := state_fault(shared, own):
                 return None, str(broken(checkpoint, f"in {name}, {found}"))
-            check_generators(own["generators"])
+            check_states(own["generators"])
         if len(manifest["strategies"]) != len(shared["trained"]):
             return None, str(broken(checkpoint, "its manifest names strategies of another number of models"))
         return Read(shared, states[f"rank-{rank % manifest['ranks']}"], states["rank-0"], manifest), ""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from guozhuang.checkpoint import trained as of_trained
-from guozhuang.checkpoint.process import generators, machine, set_generators
+from guozhuang.checkpoint.process import machine, set_generators, states_of_generators
 from guozhuang.checkpoint.schema import state_fault
 from guozhuang.checkpoint.tree import copied, flatten, unflatten
 from guozhuang.errors import CheckpointError, UsageError, explain
@@ -160,7 +160,7 @@ class TrainingState(Stateful):
             own = {
                 "trained": [each[1] for each in found],
                 "kept": {name: _state_of(value) for name, value in vars(self.values).items()},
-                "generators": generators(),
+                "generators": states_of_generators(),
             }
         return Flat.of(shared, "shared"), Flat.of(own, f"rank-{rank}"), all(each[2] for each in found)
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from guozhuang.data.sampler import DistributedSampler, Ends, share_size
 from guozhuang.errors import UsageError, explain
+from guozhuang.generators import kept
 
 
 class FollowedSampler(DistributedSampler):
@@ -104,8 +105,7 @@ def _seeded(seed: int, sampler: Any) -> Iterator[None]:
         chain += [getattr(each, name) for each in chain if hasattr(each, name)]
     owners = [each for each in chain if isinstance(getattr(each, "generator", None), torch.Generator)]
     before = [each.generator for each in owners]
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with kept():
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -114,7 +114,5 @@ def _seeded(seed: int, sampler: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
             for each, generator in zip(owners, before, strict=True):
                 each.generator = generator

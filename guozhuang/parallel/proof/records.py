@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import random
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
 
+from ...generators import checksums
 from ..activations.tensor import local_of
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -97,7 +94,7 @@ def _note_output(record: ForwardRecord, module: nn.Module, _: Any, output: Any) 
 def recording(model: nn.Module) -> Iterator[ForwardRecord]:
     """Record a forward of the model in this block; its outputs are to be given to the record afterwards."""
     record = ForwardRecord()
-    attributes, generators = _attributes(model), states_of_generators()
+    attributes, generators = _attributes(model), checksums()
     before = _running.record, _running.names
     _running.record, _running.names = record, {id(module): name for name, module in model.named_modules() if name}
     handle = register_module_forward_hook(functools.partial(_note_output, record))
@@ -110,7 +107,7 @@ def recording(model: nn.Module) -> Iterator[ForwardRecord]:
         if key not in attributes or attributes[key][1] != token:
             record.changed[key] = value
     record.buffers = {name: buffer.detach() for name, buffer in model.named_buffers()}
-    after = states_of_generators()
+    after = checksums()
     record.generators = {name: (state, after.get(name, "")) for name, state in generators.items()}
 
 
@@ -155,21 +152,3 @@ def _kept(value: Any) -> Any:
 
 
 _MOST_KEPT = 64
-
-
-def states_of_generators() -> dict[str, str]:
-    """Return checksums of the states of the random generators that scripts use, by name."""
-    found = {"torch": _digest(torch.default_generator.get_state().numpy().tobytes())}
-    found["Python's random"] = _digest(repr(random.getstate()).encode())
-    if (numpy := sys.modules.get("numpy")) is not None:
-        found["numpy.random"] = _digest(repr([str(each) for each in _numpy_state(numpy)]).encode())
-    return found
-
-
-def _numpy_state(numpy: Any) -> list[Any]:
-    kind, keys, *rest = numpy.random.get_state()
-    return [kind, keys.tobytes(), *rest]
-
-
-def _digest(state: bytes) -> str:
-    return hashlib.sha256(state).hexdigest()

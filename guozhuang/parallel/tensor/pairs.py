@@ -10,17 +10,16 @@ import collections
 import contextlib
 import copy
 import operator
-import random
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from typing_extensions import override
 
+from ...generators import kept
 from .layers import CONVOLUTIONS, can_be_divided, is_transposed, num_features
 
 _MODULES: tuple[type[nn.Module], ...] = (
@@ -93,7 +92,7 @@ def find_pairs(model: nn.Module, handled: Collection[int]) -> list[Found]:
     names_of = collections.Counter(id(module) for _, module in copied.named_modules(remove_duplicate=False))
     found: list[Found] = []
     seen: set[int] = set()
-    with _attributes_kept(copied), _generators_kept():
+    with _attributes_kept(copied), kept():
         for prefix, module, graph in _traces(copied, "", handled):
             if id(module) not in seen:
                 seen.add(id(module))
@@ -113,17 +112,6 @@ def _copy(model: nn.Module) -> nn.Module:
     with contextlib.suppress(Exception):
         return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     return model
-
-
-@contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 @contextlib.contextmanager

@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils.data import dataloader
 
 from ...errors import UsageError
+from ...generators import checksums
 from ...parallel.proof import reference
 from ...parallel.proof.noise import Noise, noise_of, tremble
-from ...parallel.proof.records import states_of_generators
 from ...parallel.proof.reference import Reference, ReferenceReport, fork_reference
 from ...parallel.proof.undivided import UndividedForm
 from ...world.machine import available_bytes
@@ -213,7 +213,7 @@ class Audit:
         self._audited = {i: self._pairs[i] for i in sorted(everywhere)}
         wholes = whole_values(self._audited.values(), keeps=is_first)
         self._is_open, self._looked_at = True, self._num_steps
-        self._drawn_from = states_of_generators()
+        self._drawn_from = checksums()
         if not is_first:
             return False
         self._spool = spool = Spool(2)
@@ -315,7 +315,7 @@ class Audit:
         return explained(texts, factor, self.group.size(), self._num_steps, self._strategy, module)
 
     def _has_drawn(self) -> bool:
-        return states_of_generators() != self._drawn_from
+        return checksums() != self._drawn_from
 
     def _give_up(self, why: str) -> None:
         self._looked_at = self._num_steps

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ...data import DistributedSampler
 from ...data.stream import StridedStream
+from ...generators import kept
 
 
 class CannotJoinError(Exception):
@@ -119,7 +117,7 @@ def samples_of(iterator: Any, indices: Any, batch: Any) -> list[Any]:
     """
     if not isinstance(indices, list) or not iterator._auto_collation or not hasattr(iterator._dataset, "__getitem__"):
         raise CannotJoinError("its samples cannot be read once more")
-    with _generators_kept():
+    with kept():
         samples = [iterator._dataset[index] for index in list.__iter__(indices)]
         again = iterator._collate_fn(samples)
     if not _same(again, batch):
@@ -129,7 +127,7 @@ def samples_of(iterator: Any, indices: Any, batch: Any) -> list[Any]:
 
 def collated(iterator: Any, samples: Sequence[Sequence[Any]]) -> Any:
     """Return the batch that one process makes of the samples of all ranks."""
-    with _generators_kept():
+    with kept():
         return iterator._collate_fn([each for some in samples for each in some])
 
 
@@ -141,20 +139,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     return pickle.dumps(one) == pickle.dumps(other)
-
-
-@contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
-    numpy: Any = sys.modules.get("numpy")
-    states = torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
-    put_back: list[Callable[[], object]] = [
-        lambda: torch.set_rng_state(states[0]),
-        lambda: random.setstate(states[1]),
-    ]
-    if numpy is not None:
-        put_back.append(lambda: numpy.random.set_state(states[2]))
-    try:
-        yield
-    finally:
-        for each in put_back:
-            each()
