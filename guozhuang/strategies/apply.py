@@ -19,6 +19,7 @@ from guozhuang.groups.subgroups import timeout_s
 from guozhuang.registry import registry
 from guozhuang.sharding.optimizer import ShardedOptimizer
 from guozhuang.sharding.prepared import EqualBuffers
+from guozhuang.strategies.effects import check_axes, check_comparisons
 from guozhuang.strategies.prepared import StandsForModule, warn_of_differences
 from guozhuang.strategies.steps import look_for_nan, measure_own_time, record_steps
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
@@ -42,7 +43,7 @@ from guozhuang.world import (
     requested_strategy,
     requested_timeline,
 )
-from guozhuang.world.layout import HYBRID
+from guozhuang.world.layout import AXES, HYBRID
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
 # Arguments of DistributedDataParallel that say how gradients are grouped and awaited, but not what is computed.
@@ -164,13 +165,16 @@ def prepare_unseen(
     if world.rank == 0:
         why = "as asked" if asked_for is not None else "the default"
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)
-    _check_axis_options(world)
     audit_every = requested_audit()
     is_divided = world.layout.model_size > 1 and not chosen.divides_itself
-    if audit_every is not None or not requested_proof():
-        from guozhuang.strategies.comparisons import check_comparisons  # imported only when needed
-
-        check_comparisons(chosen, is_divided, requested_proof(), audit_every)
+    check_axes(
+        f"the layout {world.layout}",
+        [axis for axis in AXES if getattr(world.layout, axis) > 1],
+        attention=requested_attention(),
+        microbatches=requested_microbatches(),
+        schedule=requested_schedule(),
+    )
+    check_comparisons(chosen, is_divided, requested_proof(), audit_every)
     setup = Setup(world, num_replicas, num_groups, options, wishes or {})
     takes_all = len(optimizers) > 1 and (is_divided or isinstance(chosen.prepare, Sharded))
     stepped: Any = optimizers if takes_all else optimizers[0]
@@ -387,19 +391,6 @@ def _give_step(model: nn.Module, loss: Callable[..., Any] | None) -> None:
         what = "the model has an attribute `step` of its own, which model.step(x, y) would hide"
         raise UsageError(explain(what, value=type(model).__name__, fix="rename it, or leave loss= out of prepare()"))
     vars(model)["step"] = StepOf(model, loss)
-
-
-def _check_axis_options(world: World) -> None:
-    """Raise if the command line asks for something about an axis on which the layout has one rank."""
-    way = requested_attention()
-    if way is not None and world.layout.sequence == 1:
-        what = f"--attention {way} is about divided sequences, and the layout {world.layout} divides none"
-        raise UsageError(explain(what, fix="leave it out, or choose --strategy sequence or a --layout with sequence"))
-    options = {"--microbatches": requested_microbatches(), "--schedule": requested_schedule()}
-    given = [f"{option} {value}" for option, value in options.items() if value is not None]
-    if given and world.layout.pp == 1:
-        what = f"{given[0]} is about the stages of a pipeline, and the layout {world.layout} has none"
-        raise UsageError(explain(what, fix="leave it out, or choose --strategy pipeline or a --layout with pp"))
 
 
 def _place(model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> None:

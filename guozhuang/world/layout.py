@@ -62,7 +62,7 @@ class Layout:
         Raises:
             UsageError: the text is of another form, or its sizes do not fit the strategy or the number of ranks.
         """
-        sizes = _sizes(text or "")
+        sizes = sizes_of(text or "")
         own = None if strategy == HYBRID else OWN_AXIS.get(strategy, "dp")
         if own is None and not sizes:
             fix = f"give --layout, or layout= in gz.prepare, sizes of its axes ({', '.join(AXES)}), as in pp=2,dp=auto"
@@ -116,8 +116,12 @@ class Layout:
         return ",".join(f"{axis}={size}" for axis, size in asdict(self).items() if size > 1) or "dp=1"
 
 
-def _sizes(text: str) -> dict[str, int | None]:
-    """Return the size of each axis that a text names; None stands for ``auto``."""
+def sizes_of(text: str) -> dict[str, int | None]:
+    """Return the size of each axis that a text names; None stands for ``auto``.
+
+    Raises:
+        UsageError: the text is of another form.
+    """
     sizes: dict[str, int | None] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         axis, is_sized, size = (word.strip() for word in part.partition("="))

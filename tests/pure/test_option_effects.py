@@ -24,6 +24,11 @@ ROWS = (
     (("--layout", "pp=3"), "the layout does not fit the world of 2 ranks"),
     (("--strategy", "ddp", "--schedule", "1f1b"), "--schedule 1f1b is about the stages of a pipeline"),
     (("--strategy", "tensor", "--microbatches", "4"), "--microbatches 4 is about the stages of a pipeline"),
+    (
+        ("--strategy", "ddp", "--layout", "dp=2,pp=1", "--schedule", "1f1b"),
+        "strategy ddp with the layout dp=2,pp=1 has none",
+    ),
+    (("--strategy", "ddp", "--attention", "ring"), "--attention ring is about divided sequences"),
     (("--strategy", "ddp", "--servers", "2"), "--servers starts parameter servers, and strategy ddp uses none"),
     (("--strategy", "sharded", "--servers", "2"), "--servers starts parameter servers"),
     (
@@ -31,6 +36,7 @@ ROWS = (
         "--no-proof is about models that are divided, and strategy ddp divides none here",
     ),
     (("--strategy", "sharded", "--layout", "dp=2", "--no-proof"), "--no-proof is about models that are divided"),
+    (("--strategy", "hybrid", "--layout", "dp=2", "--no-proof"), "--no-proof is about models that are divided"),
     (("--strategy", "torch-pipeline", "--no-proof"), "--no-proof is about models that are divided"),
     (("--strategy", "ddp", "--audit", "0"), "--audit is a number of optimizer steps, at least 1"),
     (
@@ -71,6 +77,8 @@ FINE = (
     ("--strategy", "async-parameter-server", "--servers", "1"),
     ("--strategy", "byteps", "--servers", "1"),
     ("--strategy", "pipeline", "--no-proof"),
+    ("--strategy", "sequence", "--attention", "ring"),
+    ("--strategy", "ddp", "--layout", "sequence=2", "--attention", "ring"),
     ("--strategy", "quantize8", "--layout", "tp=2", "--no-proof"),
     ("--strategy", "hybrid", "--layout", "tp=2", "--audit", "9"),
     ("--strategy", "sharded", "--audit", "9"),

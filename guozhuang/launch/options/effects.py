@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from guozhuang.errors import UsageError, explain
-from guozhuang.world.layout import HYBRID, OWN_AXIS
+from guozhuang.world.layout import AXES, HYBRID, OWN_AXIS, sizes_of
 
 MOST_RANKS = 10_000  # of a node: more than any machine has cores, and fewer than its process ids
 MOST_THREADS = 1_024  # of a rank
@@ -116,22 +116,13 @@ def check(found: argparse.Namespace, num_local_ranks: int) -> None:
 
 def _check_strategys_own(found: argparse.Namespace) -> None:
     from guozhuang import strategies  # imported only when needed
-    from guozhuang.strategies.comparisons import check_comparisons
+    from guozhuang.strategies.effects import check_axes, check_comparisons
     from guozhuang.strategies.ways import Lazy
 
-    chosen = strategies.get(found.strategy)
-    may_have_stages = OWN_AXIS.get(found.strategy.removeprefix("torch-")) == "pp" or "pp" in (found.layout or "")
-    if found.strategy == HYBRID and found.layout is None:  # a script may give it its layout
-        may_have_stages = True
-    given = [
-        f"--{each} {getattr(found, each)}" for each in ("microbatches", "schedule") if getattr(found, each) is not None
-    ]
-    if given and not may_have_stages:
-        what = f"{given[0]} is about the stages of a pipeline, and strategy {chosen.name} has none here"
-        raise UsageError(explain(what, fix="leave it out, or choose --strategy pipeline or a --layout with pp"))
-    sizes = (found.layout or "").replace(" ", "").split(",")
-    is_divided = found.strategy == HYBRID or any(each and not each.startswith("dp=") for each in sizes)
-    is_divided = (is_divided or found.strategy in OWN_AXIS) and not chosen.divides_itself
+    chosen, axes = strategies.get(found.strategy), _axes(found)
+    where = f"strategy {chosen.name}" + (f" with the layout {found.layout}" if found.layout else "")
+    check_axes(where, axes, attention=found.attention, microbatches=found.microbatches, schedule=found.schedule)
+    is_divided = bool(axes - {"dp"}) and not chosen.divides_itself
     check_comparisons(chosen, is_divided, not found.no_proof, found.audit)
     exchange, prepare = getattr(chosen.prepare, "exchange", None), chosen.prepare
     serves = isinstance(exchange, Lazy) and exchange.uses("exchange.parameter_server")
@@ -140,6 +131,14 @@ def _check_strategys_own(found: argparse.Namespace) -> None:
         what = f"--servers starts parameter servers, and strategy {chosen.name} uses none"
         fix = "leave it out, or choose --strategy parameter-server or async-parameter-server"
         raise UsageError(explain(what, value=found.servers, fix=fix))
+
+
+def _axes(found: argparse.Namespace) -> set[str]:
+    """Return the axes along which there may be several ranks."""
+    if found.strategy == HYBRID and found.layout is None:  # a script may give it its layout
+        return set(AXES)
+    named = {axis for axis, size in sizes_of(found.layout or "").items() if size != 1}
+    return named | ({OWN_AXIS[found.strategy]} if found.strategy in OWN_AXIS else set())
 
 
 def _check_checkpoint(path: str) -> None:

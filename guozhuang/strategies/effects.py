@@ -1,9 +1,39 @@
-"""Whether a training can be compared with one process, where ``--audit`` asks for it or ``--no-proof`` forbids it."""
+"""Options that would have no effect with a strategy and a layout: refused by the launcher, and where a script names these."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ..errors import UsageError, explain
 from .table import Strategy
+
+# By option: the axis that it is about, in words what it is about, and what has it.
+_OF_AXES = {
+    "--attention": ("sequence", "divided sequences", "--strategy sequence or a --layout with sequence"),
+    "--microbatches": ("pp", "the stages of a pipeline", "--strategy pipeline or a --layout with pp"),
+    "--schedule": ("pp", "the stages of a pipeline", "--strategy pipeline or a --layout with pp"),
+}
+
+
+def check_axes(
+    where: str, axes: Collection[str], *, attention: str | None, microbatches: int | None, schedule: str | None
+) -> None:
+    """Raise where an option about an axis would have no effect.
+
+    Args:
+        where: what has, or may have, these axes: words for the error.
+        axes: those along which there are, or may be, several ranks.
+        attention, microbatches, schedule: as the options give them; None: not given.
+
+    Raises:
+        UsageError: the text names the option.
+    """
+    given = {"--attention": attention, "--microbatches": microbatches, "--schedule": schedule}
+    for option, value in given.items():
+        axis, about, what_has_it = _OF_AXES[option]
+        if value is not None and axis not in axes:
+            what = f"{option} {value} is about {about}, and {where} has none"
+            raise UsageError(explain(what, fix=f"leave it out, or choose {what_has_it}"))
 
 
 def check_comparisons(chosen: Strategy, is_divided: bool, is_proved: bool, audit_every: int | None) -> None:
