@@ -47,7 +47,8 @@ def _put_on_huge_pages() -> None:
 gc.disable()  # until all is imported, for it finds nothing
 _import()
 for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
-    finalizer.atexit = False
+    if not finalizer.peek()[1].__module__.startswith("guozhuang."):
+        finalizer.atexit = False
 gc.collect()
 gc.freeze()
 gc.enable()

@@ -12,6 +12,11 @@ before it submitted the job, but not in the trainer's stream, or the trainer wou
 the job runs in a stream of the thread that waits for this event, and records another event at its end; ``wait`` makes the
 caller's stream wait for that one. The trainer touches a job's tensors only after ``wait``, and memory that the job
 allocates belongs to the thread's stream.
+
+[Note: threads at exit] A thread that still runs when the interpreter is finalized is ended by Python 3.13 and earlier where it
+next takes the global lock. Inside torch, which gives the lock up also to free a store, that is an abort of the process:
+"terminate called without an active exception". All serial threads are told to end at exit, and that is when they free what
+they held. So the exit waits for them, but not long for one that is stuck in a job.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import heapq
 import itertools
 import queue
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -236,6 +242,20 @@ class SerialWork(PendingWork):
 
 _Entry: TypeAlias = tuple[float, int, SerialWork | None]
 
+_EXIT_S = 2.0  # what all threads together have to end at exit
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _wait_at_exit() -> None:
+    """Wait for the threads that were told to end: [Note: threads at exit]."""
+    deadline_s = time.monotonic() + _EXIT_S
+    for thread in list(_threads):
+        thread.join(max(deadline_s - time.monotonic(), 0.0))
+
+
+# Finalizers run in the reverse of their order at exit: this one after those of all threads, and of what their jobs wait for.
+weakref.finalize(_wait_at_exit, _wait_at_exit)
+
 
 class SerialThread:
     """Runs jobs one after the other in a daemon thread of its own, which starts with the first job.
@@ -274,6 +294,7 @@ class SerialThread:
             arguments = self._jobs, self._what
             thread = threading.Thread(target=_work, args=arguments, name=self._name, daemon=True)
             thread.start()
+            _threads.add(thread)
             self._thread = thread  # only now, because another thread may call join() meanwhile
             # The thread keeps only the queue alive: when this object is collected, the None in the queue ends the thread.
             weakref.finalize(self, self._jobs.put, (float("inf"), next(self._numbers), None))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import Launched
+from tests.launching import Launched, python
 
 pytestmark = pytest.mark.waits
 
@@ -33,3 +33,31 @@ def test_it_is_named(tmp_path: Path, where: str) -> None:
     said = done.stdout + done.stderr
     assert done.returncode == 1 and "all were there" not in said
     assert "rank 1 ended with exit code 0" in said or "rank 1 (pid" in said, said
+
+
+AT_EXIT = """
+import sys, threading, weakref
+from guozhuang.groups.serial import SerialThread
+
+class Owner:
+    pass
+
+owner, is_over = Owner(), threading.Event()
+
+def job():
+    is_over.wait()
+    for _ in range(3_000_000):
+        pass
+    open(sys.argv[1], "w").close()
+
+thread = SerialThread("a test's")
+thread.run(job)
+weakref.finalize(owner, is_over.set)  # at exit
+"""
+
+
+@pytest.mark.slow
+def test_the_exit_waits_for_threads_that_end_then(tmp_path: Path) -> None:
+    """One that is ended by the interpreter inside of torch aborts the process: [Note: threads at exit] in groups/serial.py."""
+    done = python("-c", AT_EXIT, tmp_path / "ended")
+    assert done.returncode == 0 and (tmp_path / "ended").exists(), done
