@@ -25,8 +25,6 @@ from torch.utils import _pytree as pytree
 
 from ...errors import MismatchError, UsageError, WorldError, explain
 from ...world.layout import MODEL_AXES
-from ...world.machine import available_bytes
-from ..division import division_of
 from . import reference
 from .causes import cure, explained
 from .compare import (
@@ -39,9 +37,9 @@ from .compare import (
     token_of,
 )
 from .kinds import ProvedModel
-from .noise import TIMES, Noise, tremble
+from .noise import TIMES, Noise, ReferencePair, fork_pair
 from .records import ForwardRecord, recording
-from .reference import Reference, ReferenceReport, fork_reference, gradients_of, values_of
+from .reference import ReferenceReport, gradients_of, lack_of, values_of
 from .reports import Reports
 from .undivided import UndividedForm, gathered
 
@@ -50,8 +48,6 @@ if TYPE_CHECKING:
     from ..prepare import Divided
 
 _log = logging.getLogger("guozhuang")
-# Weights, gradients, and activations that may be as large as both.
-_NEEDS_TIMES = 4
 _MOST_KINDS = 16
 
 
@@ -81,9 +77,7 @@ class Proof:
         assert group is not None, "a model that is whole needs no proof"
         self._group, self._axes, self._reports = group, axes, Reports(group, axes.group("dp"))
         self._models: dict[int, ProvedModel] = {}
-        # What one process computes, and the same with weights that tremble: see [Note: rounding] in noise.py.
-        self._reference: Reference | None = None
-        self._trembling: Reference | None = None
+        self._references: ReferencePair | None = None
         self._had_backward = self._has_graph = False
         self._pending: list[tuple[ProvedModel, Hashable]] = []
         self._tokens: dict[tuple[int, str], Any] = {}
@@ -227,7 +221,7 @@ class Proof:
 
     @contextlib.contextmanager
     def abandoned_on_error(self) -> Iterator[None]:
-        """End the reference if this block raises."""
+        """End the references if this block raises."""
         try:
             yield
         except BaseException:
@@ -242,7 +236,7 @@ class Proof:
         if isinstance(error, UsageError | MismatchError | WorldError):
             return
         layout = self._axes.layout
-        if self._reference is not None and self._reference.next().event == "forward":
+        if self._references is not None and self._references.next().event == "forward":
             what = f"under layout {layout} the model's forward fails, and in one process it does not"
             told = str(error).partition("\n")[0]
             fix = cure(layout, divided.model)
@@ -268,22 +262,13 @@ class Proof:
         }
 
     def _begin(self, mine: ProvedModel, kind: Hashable) -> bool:
-        """Fork the reference; return whether there is one, and in it True too. Every rank must call it."""
+        """Fork the references; return whether there are any, and in them True too. Every rank must call it."""
         if len(mine.kinds) >= _MOST_KINDS:
             return False
         alive = self._alive()
         parameters = [p for divided in alive.values() for p in divided.model.parameters()]
         is_first = self._group.rank() == 0
-        lacks = ""
-        if any(p.device.type != "cpu" for p in parameters):
-            lacks = "the model is on an accelerator, whose state no copy of a process has"
-        elif is_first:
-            whole_bytes = sum(
-                (d.shape.numel() if (d := division_of(p)) else p.numel()) * p.itemsize for p in parameters
-            )
-            if (free := available_bytes()) < _NEEDS_TIMES * whole_bytes:
-                needs_gb, free_gb = _NEEDS_TIMES * whole_bytes / 1e9, free / 1e9
-                lacks = f"the undivided step may need {needs_gb:.1f} GB, and {free_gb:.1f} GB are free"
+        lacks = lack_of(parameters, forks=is_first)
         holds = any(p.grad is not None and bool(p.grad.any()) for p in parameters)
         everyones: list[Any] = [None] * self._axes.everyone.size()
         dist.all_gather_object(everyones, (holds, lacks, list(alive)), group=self._axes.everyone)
@@ -304,25 +289,16 @@ class Proof:
         self._began_s = time.monotonic()
         going_on.proof, self._had_backward, self._has_graph, self._pending = self, False, False, []
         if is_first:
-            self._reference = fork_reference()
-            if self._reference is not None:
-                self._trembling = fork_reference(waits=True)
-            if self._reference is None or self._trembling is None:
-                self._become_undivided(wholes)
-            if self._reference is not None and self._trembling is None:
-                tremble(divided.model for divided in self._compared.values())
+            self._references = fork_pair(lambda _: self._become_undivided(wholes))
         return True
 
-    def _become_undivided(self, wholes: Mapping[int, Tensor]) -> None:
-        assert reference.here is not None
-        try:
-            for number, divided in self._compared.items():
-                form = self._models[number].form
-                assert form is not None
-                form.restore(wholes)
-                divided.stay_whole()
-        except BaseException as error:
-            reference.here.leave(f"the model cannot be made whole again: {error}")
+    def _become_undivided(self, wholes: Mapping[int, Tensor]) -> list[nn.Module]:
+        for number, divided in self._compared.items():
+            form = self._models[number].form
+            assert form is not None
+            form.restore(wholes)
+            divided.stay_whole()
+        return list(self._by_number().values())
 
     def _in_reference(self, divided: Divided, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert reference.here is not None
@@ -339,7 +315,7 @@ class Proof:
 
     def _next_report(self, event: str) -> ReferenceReport | None:
         """Return the reference's next report on every rank, without its tensors on others; None if it has ended."""
-        report, why = self._reports.next(self._reference, event)
+        report, why = self._reports.next(self._references, event)
         if report is None and self._axes.everyone.rank() == 0:
             _log.warning("proof: not compared with one process from the %s on: %s", event, why)
         return report
@@ -389,7 +365,7 @@ class Proof:
         """Raise on every rank if there is a difference on any that rounding does not explain."""
         found = self._everyones(differences({}))
         if found and found[0][0] >= KINDS.index("output"):  # the first ones have nothing to do with rounding
-            found = self._everyones(differences(self._reports.noise(self._trembling)))
+            found = self._everyones(differences(self._reports.noise(self._references)))
         if not found:
             return
         name = None
@@ -410,18 +386,16 @@ class Proof:
         return sorted((KINDS.index(each.kind), rank, each) for rank, some in enumerate(everyones) for each in some)
 
     def _close(self, *, proved: bool) -> None:
-        """End the reference."""
+        """End the references."""
         if proved:
             for mine, kind in self._pending:
                 mine.kinds.add(kind)
             if self._pending and self._axes.everyone.rank() == 0:
                 _log.info("proof: as in one process (compared in %.1f s)", time.monotonic() - self._began_s)
-        for each in (self._reference, self._trembling):
-            if each is not None:
-                each.end()
-        self._trembling = None
-        self._reports.begin()
-        self._reference, self._had_backward, self._pending, self._tokens = None, False, [], {}
+        if self._references is not None:
+            self._references.end()
+        self._reports.forget()
+        self._references, self._had_backward, self._pending, self._tokens = None, False, [], {}
         self._compared = {}
         going_on.proof = None
 

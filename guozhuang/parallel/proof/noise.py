@@ -8,13 +8,14 @@ numbers. What that changes is what no order of additions promises; a difference 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from .reference import ReferenceReport
+from . import reference
+from .reference import Reference, ReferenceReport, fork_reference
 
 #: The norm of what rounding changes, by kind and name of what was compared.
 Noise: TypeAlias = dict[tuple[str, str], float]
@@ -30,6 +31,60 @@ def tremble(models: Iterable[nn.Module]) -> None:
             if parameter.is_floating_point() or parameter.is_complex():
                 signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
                 parameter.mul_(1 + signs.to(parameter.dtype) * epsilon(parameter.dtype))
+
+
+class ReferencePair:
+    """The step of one process, and the same with weights that tremble, as the process that has forked both sees them.
+
+    Args:
+        plain: tells what one process computes.
+        trembling: waits until it is needed.
+    """
+
+    def __init__(self, plain: Reference, trembling: Reference) -> None:
+        self._plain, self._trembling = plain, trembling
+        self._last: ReferenceReport | None = None
+        self._num_told = self._num_of_trembling = 0
+
+    def next(self) -> ReferenceReport:
+        """Return the next report of what one process computes; see :meth:`Reference.next`."""
+        self._last = self._plain.next()
+        self._num_told += 1
+        return self._last
+
+    def noise(self) -> Noise:
+        """Return how much what the last report tells depends on rounding; nothing, if that cannot be known."""
+        assert self._last is not None and self._num_of_trembling < self._num_told
+        self._trembling.begin()
+        for _ in range(self._num_of_trembling, self._num_told):  # up to the one of the same event
+            report = self._trembling.next()
+        self._num_of_trembling = self._num_told
+        return noise_of(self._last, report)
+
+    def end(self) -> None:
+        """End both, if they still run."""
+        self._plain.end()
+        self._trembling.end()
+
+
+def fork_pair(become: Callable[[int], Iterable[nn.Module]]) -> ReferencePair | None:
+    """Fork a reference, and one whose weights tremble: return both here, and None in each of them.
+
+    Args:
+        become: makes the models those of one process, in the reference of this number, 0 or 1 for the one that trembles;
+            returns them.
+    """
+    plain = fork_reference()
+    if plain is not None and (trembling := fork_reference(waits=True)) is not None:
+        return ReferencePair(plain, trembling)
+    try:
+        models = become(0 if plain is None else 1)
+        if plain is not None:
+            tremble(models)
+    except BaseException as error:
+        assert reference.here is not None
+        reference.here.leave(f"the model cannot be made that of one process: {error}")
+    return None
 
 
 def epsilon(dtype: torch.dtype) -> float:

@@ -22,7 +22,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -33,6 +33,11 @@ from torch.utils.data import dataloader
 
 from guozhuang.watch.processes import SET_PDEATHSIG, prctl
 
+from ...world.machine import available_bytes
+from ..division import division_of
+
+# Weights, gradients, and activations that may be as large as both.
+_NEEDS_TIMES = 4
 # How long a report may take: many times what the ranks took for the same, and never less than this.
 _LEAST_LIMIT_S, _TIMES = 120.0, 50.0
 _LENGTH = struct.Struct("<q")
@@ -157,6 +162,22 @@ def _write(file: int, octets: bytes | memoryview) -> None:
 
 #: This process, if it is a reference.
 here: ReferenceSide | None = None
+
+
+def lack_of(parameters: Collection[Tensor], *, forks: bool) -> str:
+    """Return why no copy of a process can compute a step with these parameters, in words; "" if one can.
+
+    Args:
+        parameters: of the models, divided or whole.
+        forks: whether this is the process that would be copied.
+    """
+    if any(p.device.type != "cpu" for p in parameters):
+        return "the model is on an accelerator, whose state no copy of a process has"
+    shapes = ((p.shape if (division := division_of(p)) is None else division.shape, p.itemsize) for p in parameters)
+    needs = _NEEDS_TIMES * sum(shape.numel() * itemsize for shape, itemsize in shapes)
+    if forks and (free := available_bytes()) < needs:
+        return f"the step of one process may need {needs / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    return ""
 
 
 def fork_reference(*, waits: bool = False) -> Reference | None:

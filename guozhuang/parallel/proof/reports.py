@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .noise import Noise, dense, noise_of
-from .reference import Reference, ReferenceReport
+from .noise import Noise, ReferencePair, dense
+from .reference import ReferenceReport
 
 
 class Reports:
@@ -24,25 +24,23 @@ class Reports:
     def __init__(self, group: dist.ProcessGroup, copies: dist.ProcessGroup | None) -> None:
         self._group, self._copies = group, copies
         self._full: ReferenceReport | None = None
-        self._count = self._num_of_trembling = 0
 
-    def begin(self) -> None:
-        """Begin anew, with another reference."""
-        self._full, self._count, self._num_of_trembling = None, 0, 0
+    def forget(self) -> None:
+        """Let go of the last report."""
+        self._full = None
 
-    def next(self, reference: Reference | None, event: str) -> tuple[ReferenceReport | None, str]:
+    def next(self, references: ReferencePair | None, event: str) -> tuple[ReferenceReport | None, str]:
         """Return the next report, with shapes and dtypes in the place of its tensors; or None, and why there is none.
 
         Args:
-            reference: on the first rank.
+            references: on the first rank.
             event: what the report is to be of.
         """
         told: list[Any] = [None]
         self._full = None
         if self._group.rank() == 0:
-            assert reference is not None
-            self._full = full = self._of_copies(reference.next())
-            self._count += 1
+            assert references is not None
+            self._full = full = self._of_copies(references.next())
             forms: dict[str, Any] = {
                 table: {key: None if each is None else (each.shape, each.dtype) for key, each in tensors.items()}
                 for table, tensors in (("gradients", full.gradients), ("values", full.values))
@@ -54,22 +52,13 @@ class Reports:
             return report, ""
         return None, report.why or f"the script of one process goes another way ({report.event} in place of {event})"
 
-    def noise(self, trembling: Reference | None) -> Noise:
+    def noise(self, references: ReferencePair | None) -> Noise:
         """Return how much what the last report tells depends on rounding; nothing, if that cannot be known.
 
         Args:
-            trembling: on the first rank, a reference whose weights were changed by as much as rounding changes them.
+            references: on the first rank.
         """
-        told: list[Any] = [{}]
-        if trembling is not None and self._full is not None:
-            trembling.begin()
-            report = trembling.next()
-            for _ in range(
-                self._num_of_trembling + 1, self._count
-            ):  # up to the one of this event; others were read before
-                report = trembling.next()
-            self._num_of_trembling = self._count
-            told = [noise_of(self._full, report)]
+        told: list[Any] = [None if references is None else references.noise()]
         dist.broadcast_object_list(told, group=self._group, group_src=0)
         found: Noise = told[0]
         return found

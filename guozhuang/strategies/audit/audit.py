@@ -25,16 +25,14 @@ from torch.utils.data import dataloader
 from ...errors import UsageError
 from ...generators import checksums
 from ...parallel.proof import reference
-from ...parallel.proof.noise import Noise, noise_of, tremble
-from ...parallel.proof.reference import Reference, ReferenceReport, fork_reference
+from ...parallel.proof.noise import ReferencePair, fork_pair
+from ...parallel.proof.reference import ReferenceReport, lack_of
 from ...parallel.proof.undivided import UndividedForm
-from ...world.machine import available_bytes
 from .alone import AuditedPair, Spool, become_one_process, whole_values
 from .batches import CannotJoinError, Remembered, collated, joined, num_ranks_of, samples_of
 from .findings import common_factor, differences, explained, used_gradients
 
 _log = logging.getLogger("guozhuang")
-_NEEDS_TIMES = 4  # weights, gradients, and activations that may be as large as both
 _NO_LOADER = (
     "ranks share no batches that can be joined: they are joined where gz.loader, or PyTorch's DataLoader with a "
     "DistributedSampler, hands them out"
@@ -97,9 +95,7 @@ class Audit:
         self._num_pairs = 0
         self._num_steps, self._looked_at = 0, -1
         self._is_open = False
-        self._reference: Reference | None = None
-        # The same step with weights that tremble: see [Note: rounding] in parallel/proof/noise.py.
-        self._trembling: Reference | None = None
+        self._references: ReferencePair | None = None
         self._spool: Spool | None = None
         self._take: Callable[[], Any] | None = None  # in the copy
         self._drawn_from: dict[str, str] = {}
@@ -157,13 +153,7 @@ class Audit:
     def _lacks(self) -> str:
         """Return why this rank cannot begin; "" if it can."""
         parameters = [p for pair in self._pairs.values() if pair.is_alive for p in pair.module.parameters()]
-        if any(p.device.type != "cpu" for p in parameters):
-            return "the model is on an accelerator, whose state no copy of a process has"
-        if self.group.rank() == 0:
-            needs = _NEEDS_TIMES * sum(p.numel() * p.itemsize for p in parameters)
-            if (free := available_bytes()) < needs:
-                return f"the step of one process may need {needs / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-        return ""
+        return lack_of(parameters, forks=self.group.rank() == 0)
 
     def _joined(self, iterator: Any, indices: Any, batch: Any, lacks: str) -> tuple[Any, str]:
         """Return the joined batch on rank 0, and on all ranks why there is none."""
@@ -217,24 +207,16 @@ class Audit:
         if not is_first:
             return False
         self._spool = spool = Spool(2)
-        self._reference = fork_reference()
-        number = 0
-        if self._reference is not None:
-            number = 1
-            self._trembling = fork_reference(waits=True)
-        if self._trembling is not None:
-            return False
-        try:
+
+        def become(number: int) -> list[nn.Module]:
             take = spool.read_by(number)
             become_one_process(self._audited.values(), wholes, self.before_step)
-            if number:
-                tremble(pair.module for pair in self._audited.values())
             self._take = take
             _watch(anew=True)
-        except BaseException as error:
-            assert reference.here is not None
-            reference.here.leave(f"the model cannot be made that of one process: {error}")
-        return True
+            return [pair.module for pair in self._audited.values()]
+
+        self._references = fork_pair(become)
+        return self._references is None
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compare the gradients that a step is about to use; in the copy, tell them. A hook of the optimizers."""
@@ -280,8 +262,8 @@ class Audit:
         has_drawn = any(everyones)
         why = text = logged = ""  # why nothing was compared; what differs; what is only logged
         if self.group.rank() == 0:
-            assert self._reference is not None
-            report = self._reference.next()
+            assert self._references is not None
+            report = self._references.next()
             if report.event != "step" or any(each != number for each, _ in report.gradients):
                 why = report.why or "one process steps another optimizer first"
             else:
@@ -304,11 +286,9 @@ class Audit:
 
     def _difference(self, found: Any, report: ReferenceReport, number: int, module: nn.Module) -> str:
         wanted = {name: gradient for (_, name), gradient in report.gradients.items()}
-        noise: Noise = {}
-        texts = differences(found, wanted, number, noise)
-        if texts and self._trembling is not None:
-            self._trembling.begin()
-            texts = differences(found, wanted, number, noise_of(report, self._trembling.next()))
+        texts = differences(found, wanted, number, {})
+        if texts and self._references is not None:
+            texts = differences(found, wanted, number, self._references.noise())
         if not texts:
             return ""
         factor = common_factor(found, wanted)
@@ -324,12 +304,11 @@ class Audit:
         self._close()
 
     def _close(self) -> None:
-        for each in (self._reference, self._trembling):
-            if each is not None:
-                each.end()
+        if self._references is not None:
+            self._references.end()
         if self._spool is not None:
             self._spool.close()
-        self._reference = self._trembling = self._spool = None
+        self._references = self._spool = None
         self._is_open, self._audited = False, {}
 
 
