@@ -7,6 +7,7 @@ and with two ranks that are threads on the divided one.
 from __future__ import annotations
 
 import copy
+import os
 import random
 import re
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from guozhuang.errors import UsageError
 from guozhuang.parallel.guard import full_tensor
-from guozhuang.parallel.proof import first_batch, noise
+from guozhuang.parallel.proof import first_batch, noise, reference
 from guozhuang.strategies import get
 from guozhuang.strategies.divided import prepare_divided
 from guozhuang.strategies.ways import Setup
@@ -352,6 +353,21 @@ def test_a_habit_is_right_or_refused(kind, habit, layout, expected):
         assert not isinstance(found, str), found
         torch.testing.assert_close(found[0], losses, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(found[1], weights, rtol=1e-9, atol=1e-12)
+
+
+def test_a_reference_is_not_killed_after_it_was_waited_for(monkeypatch):
+    """Its number may be that of another process by then."""
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        os._exit(3)
+    os.close(writing)
+    calls = []
+    for name in ("kill", "waitpid"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, real=real, name=name: (calls.append(name), real(*args))[1])
+    one = reference.Reference(pid, reading)
+    assert (one.next().why, one.next().why) == ("it has ended with code 3", "it has ended")
+    assert calls == ["kill", "waitpid"]
 
 
 @pytest.mark.parametrize("times", [noise.TIMES, 0.0])

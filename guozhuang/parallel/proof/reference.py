@@ -91,33 +91,28 @@ class Reference:
         if body is not None:
             found: ReferenceReport = torch.load(io.BytesIO(body), weights_only=False)
             return found
-        why = f"it has told nothing for {limit_s:.0f} s" if time.monotonic() >= ends_s else self._last_words()
-        self.end()
-        return ReferenceReport("left", why=why)
+        is_late = time.monotonic() >= ends_s
+        ended = self.end()  # its reports end with it, so that nobody has to end one that is not late
+        return ReferenceReport("left", why=f"it has told nothing for {limit_s:.0f} s" if is_late else ended)
 
-    def end(self) -> None:
-        """End it, if it still runs."""
+    def end(self) -> str:
+        """End it, if it still runs; return in words how it has ended."""
         if self._pid == 0 or os.getpid() != self._ours:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+            return "it has ended"
+        pid, self._pid = self._pid, 0
         os.close(self._reports)
         if self._go is not None:
             os.close(self._go)
-        self._pid, self._go = 0, None
+            self._go = None
+        try:
+            os.kill(pid, signal.SIGKILL)  # once, and before it is waited for: then its number may be another process's
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        except (ProcessLookupError, ChildProcessError):  # the script has waited for all its children
+            return "it has ended"
+        return f"signal {-code} has ended it" if code < 0 else f"it has ended with code {code}"
 
     def __del__(self) -> None:
         self.end()
-
-    def _last_words(self) -> str:
-        try:
-            _, status = os.waitpid(self._pid, 0)
-        except ChildProcessError:
-            return "it has ended"
-        code = os.waitstatus_to_exitcode(status)
-        return f"signal {-code} has ended it" if code < 0 else f"it has ended with code {code}"
 
     def _read(self, num_bytes: int, ends_s: float) -> bytearray | None:
         """Return the next bytes; None if it has ended, or the time is over."""
