@@ -119,6 +119,7 @@ MODELS = {
     "a counter": lambda: Net(between=counts),
     "other ways in evaluation": lambda: Net(lambda block, x: x * 2 if not block.training else x),
     "the largest in evaluation": lambda: Net(largest_in_evaluation),
+    "statistics in evaluation": lambda: Net(lambda block, x: x if block.training else batch_norm(block, x)),
     "layers called by their parent": Bypassed,
     "BatchNorm1d": lambda: nn.Sequential(
         *[nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU()) for _ in range(4)]
@@ -296,6 +297,7 @@ ROWS = (
     ("a counter", "usual", "another attribute '.calls'", EQUAL),
     ("other ways in evaluation", "evaluates", EQUAL, EQUAL),
     ("the largest in evaluation", "evaluates", EQUAL, EQUAL),
+    ("statistics in evaluation", "evaluates", "is not that of one process in evaluation", EQUAL),
     ("layers called by their parent", "usual", "", ".*"),
 )
 CASES = [

@@ -269,7 +269,8 @@ class Proof:
         parameters = [p for divided in alive.values() for p in divided.model.parameters()]
         is_first = self._group.rank() == 0
         lacks = lack_of(parameters, forks=is_first)
-        holds = any(p.grad is not None and bool(p.grad.any()) for p in parameters)
+        # An evaluation has no use for gradients.
+        holds = torch.is_grad_enabled() and any(p.grad is not None and bool(p.grad.any()) for p in parameters)
         everyones: list[Any] = [None] * self._axes.everyone.size()
         dist.all_gather_object(everyones, (holds, lacks, list(alive)), group=self._axes.everyone)
         if any(each for each, _, _ in everyones):
