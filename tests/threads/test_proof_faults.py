@@ -137,6 +137,30 @@ def step(model, optimizer, fault):
     return ""
 
 
+def test_what_is_done_between_a_batch_and_the_step_is_compared():
+    """As after a forward and a backward of the script's own: here ``model.step`` has run both."""
+    torch.manual_seed(0)
+    one = nn.Sequential(*[Block() for _ in range(4)]).double()
+    models = [copy.deepcopy(one) for _ in range(2)]
+
+    def rank_of(rank, size):
+        setup = Setup(SimpleNamespace(layout=Layout(pp=2)), wishes={"num_microbatches": 2, "loss": nn.MSELoss()})
+        optimizer = torch.optim.SGD(models[rank].parameters(), 0.1)
+        model, optimizer = prepare_divided(models[rank], optimizer, setup, get("hybrid"))
+        x = torch.linspace(-1, 1, 96, dtype=torch.float64).view(8, 12)
+        try:
+            model.step(x, -x)
+            for parameter in model.parameters():
+                if parameter.grad is not None and reference.here is None:
+                    parameter.grad.mul_(0.5)
+            optimizer.step()
+        except UsageError as error:
+            return str(error)
+
+    for found in run_threads(rank_of, 2):
+        assert found is not None and "changed some before the step" in found
+
+
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2)], ids=str)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]

@@ -148,6 +148,8 @@ class Proof:
             self._close(proved=True)
         mine = self._of(divided)
         kind = ("batch", mine.kind(inputs))
+        if reference.here is not None and self._had_backward:
+            reference.here.leave("another batch begins")
         if reference.here is None and (kind in mine.kinds or not self._begin(mine, kind)):
             return run()
         going_on.depth += 1
@@ -160,7 +162,7 @@ class Proof:
             told = ReferenceReport(
                 "backward", record=record, loss=float(loss), gradients=gradients_of(self._by_number())
             )
-            self._tokens = self._tokens_now()
+            self._had_backward, self._tokens = True, self._tokens_now()
             reference.here.tell(told)
             return loss
         self._pending.append((mine, kind))
