@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,9 @@ HEAD_ROOM = 1.15  # runs of the same tests differ that much; new bytecode and a 
 PIECE_S = 0.012
 # Variables that torch sets for itself: its compiler does when the first optimizer of a process imports it.
 SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
+
+# Programs of this environment are found by name, as where it is activated: a system may have no `python`.
+os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), *filter(None, [os.environ.get("PATH")])])
 
 # A starter that ignores signals (nohup, the background of a shell) would have all processes of the tests ignore them. A handler
 # that does nothing has the same effect on pytest, and becomes the default in the programs that pytest starts.
