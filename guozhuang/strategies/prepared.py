@@ -57,7 +57,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this question
     if compiler is not None and isinstance(model, compiler.OptimizedModule):
         return unwrap(model._orig_mod)
-    return unwrap(model.module) if isinstance(model, _WRAPPERS) else model
+    return unwrap(model.module) if isinstance(model, (*_WRAPPERS, StandsForModule)) else model
 
 
 class StandsForModule(nn.Module):

@@ -99,7 +99,7 @@ def names(rank: int, strategy: str) -> None:
     assert model.config is gz.unwrap(model).config and model.width == 6
     assert model.scale is gz.unwrap(model).scale and model.layers[1].bias.shape == (6,)
     assert model.get_parameter("layers.0.weight") is model.layers[0].weight
-    assert isinstance(gz.unwrap(model), Named) and gz.unwrap(gz.unwrap(model)) is gz.unwrap(model)
+    assert issubclass(type(gz.unwrap(model)), Named) and gz.unwrap(gz.unwrap(model)) is gz.unwrap(model)
     assert [n for n, _ in model.named_children()] == ["layers", "head"] and bool(model)
     seen: list[nn.Module] = []
     assert model.apply(seen.append) is model and {*seen} == {*model.modules()}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import guozhuang as gz
 from guozhuang.errors import UsageError
 from guozhuang.parallel.guard import GuardedParameter, full_tensor
 from guozhuang.strategies import get
@@ -62,7 +63,9 @@ def prepared(layout, model):
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     wishes = {"num_microbatches": 2} if layout.pp > 1 else {}
     setup = Setup(SimpleNamespace(layout=layout), wishes=wishes)
+    plain = model
     model, optimizer = prepare_divided(model, optimizer, setup, get("hybrid"))
+    assert gz.unwrap(model) is plain
     model(torch.ones(4, 6)).pow(2).mean().backward()
     return model, optimizer
 
