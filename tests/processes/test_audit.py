@@ -5,9 +5,11 @@ In processes: rank 0 forks, and its copy takes the world, the groups and the loa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -131,13 +133,18 @@ STRATEGIES = ("ddp", "torch-ddp", "sharded", "sharded-gradients", "sharded-weigh
 FEW = ("a mean", "clipped", "accumulated", "a sum", "the mean over all tokens")
 
 
-class _Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What is logged in this block."""
+    texts: list[str] = []
+    logger, handler = logging.getLogger("guozhuang"), logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
 
 
 def train(strategy: str, row: str, loss_of: Any, batch_options: dict[str, Any]) -> tuple[str, list[str]]:
@@ -148,28 +155,23 @@ def train(strategy: str, row: str, loss_of: Any, batch_options: dict[str, Any]) 
     model, optimizer = gz.prepare(model, torch.optim.SGD(model.parameters(), 0.05), strategy)
     options: dict[str, Any] = {"collate_fn": padded} if not pads else {}
     loader = gz.loader(Samples(pads), 4, **options, **batch_options)
-    said = _Said()
-    logger = logging.getLogger("guozhuang")
-    logger.addHandler(said)
-    logger.setLevel(logging.INFO)
     world = gz.init()
     steps = 2 if habit == "accumulates" else 1
     batches = iter(loader)
     raised = ""
-    try:
-        for _ in range(len(loader) // steps):
-            for _ in gz.accumulate(model, steps) if steps > 1 else range(1):
-                x, y = next(batches)
-                (loss_of(model, x, y, world) / steps).backward()
-            if habit == "clips":
-                gz.clip_grad_norm_(model.parameters(), 0.01)
-            optimizer.step()
-            optimizer.zero_grad()
-    except UsageError as error:
-        raised = str(error)
-    finally:
-        logger.removeHandler(said)
-    return raised, [text for text in said.texts if "audit" in text]
+    with heard() as texts:
+        try:
+            for _ in range(len(loader) // steps):
+                for _ in gz.accumulate(model, steps) if steps > 1 else range(1):
+                    x, y = next(batches)
+                    (loss_of(model, x, y, world) / steps).backward()
+                if habit == "clips":
+                    gz.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+        except UsageError as error:
+            raised = str(error)
+    return raised, [text for text in texts if "audit" in text]
 
 
 def audited(rank: int, world_size: int, strategy: str, rows: tuple[str, ...], **options: Any) -> list[Any]:
@@ -228,32 +230,29 @@ def by_other_loaders(rank: int, world_size: int, kind: str) -> tuple[str, list[s
         loader = DataLoader(data, 4, sampler=DistributedSampler(data))
     elif kind == "by hand":
         loader = [(data.x[i + rank :: 24], data.y[i + rank :: 24]) for i in range(0, 12, 2)]
-    logger, said = logging.getLogger("guozhuang"), _Said()
-    logger.addHandler(said)
-    logger.setLevel(logging.INFO)
-    try:
-        for x, y in loader:
+    raised = ""
+    with heard() as texts:
+        try:
+            for x, y in loader:
 
-            def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-                optimizer.zero_grad()
-                loss = summed(model, x, y, world)
-                loss.backward()
-                return loss
+                def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+                    optimizer.zero_grad()
+                    loss = summed(model, x, y, world)
+                    loss.backward()
+                    return loss
 
-            if kind == "two models":
-                its_optimizer.zero_grad()
-                F.mse_loss(other(x), x[:, :3]).backward()
-                its_optimizer.step()
-            if kind == "a closure":
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-    except UsageError as error:
-        return str(error), said.texts
-    finally:
-        logger.removeHandler(said)
-    return "", said.texts
+                if kind == "two models":
+                    its_optimizer.zero_grad()
+                    F.mse_loss(other(x), x[:, :3]).backward()
+                    its_optimizer.step()
+                if kind == "a closure":
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.step()
+        except UsageError as error:
+            raised = str(error)
+    return raised, texts
 
 
 @pytest.mark.parametrize("kind", ["DistributedSampler", "a closure"])
@@ -279,14 +278,12 @@ def repeated(rank: int, world_size: int) -> list[str]:
     gz.init()
     model: Any = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
     model, optimizer = gz.prepare(model, torch.optim.SGD(model.parameters(), 0.05), "tensor")
-    logger, said = logging.getLogger("guozhuang"), _Said()
-    logger.addHandler(said)
-    logger.setLevel(logging.INFO)
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(torch.ones(4, 5)).square().mean().backward()
-        optimizer.step()
-    return said.texts
+    with heard() as texts:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(4, 5)).square().mean().backward()
+            optimizer.step()
+    return texts
 
 
 def test_the_proof_of_a_divided_model_is_repeated() -> None:
