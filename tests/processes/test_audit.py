@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import re
 from collections.abc import Iterator
@@ -224,6 +225,13 @@ def by_other_loaders(rank: int, world_size: int, kind: str) -> tuple[str, list[s
     if kind == "two models":
         other = nn.Linear(5, 3)
         other, its_optimizer = gz.prepare(other, torch.optim.SGD(other.parameters(), 0.05), "ddp")
+    if kind == "a model that is gone":
+        probe: Any = nn.Linear(5, 3)
+        probe, its_optimizer = gz.prepare(probe, torch.optim.SGD(probe.parameters(), 0.05), "ddp")
+        probe(torch.ones(4, 5)).sum().backward()
+        its_optimizer.step()
+        del probe, its_optimizer
+        gc.collect()
     data = Samples(True)
     loader: Any = gz.loader(data, 4, shuffle=False)
     if kind == "DistributedSampler":
@@ -255,7 +263,7 @@ def by_other_loaders(rank: int, world_size: int, kind: str) -> tuple[str, list[s
     return raised, texts
 
 
-@pytest.mark.parametrize("kind", ["DistributedSampler", "a closure"])
+@pytest.mark.parametrize("kind", ["DistributedSampler", "a closure", "a model that is gone"])
 def test_other_loops_are_audited_too(kind: str) -> None:
     for raised, _ in run_ranks(by_other_loaders, 2, kind):
         assert HALF in raised

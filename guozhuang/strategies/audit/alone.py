@@ -50,6 +50,10 @@ class AuditedPair:
         """Whether the script can still train the model."""
         return self._held is not None
 
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer is the first of them, whose steps are counted."""
+        return self._optimizers[0]() is optimizer
+
     @property
     def optimizers(self) -> list[Any]:
         """What the script steps."""

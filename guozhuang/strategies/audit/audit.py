@@ -91,8 +91,8 @@ class Audit:
         self._every, self._strategy = every, ""
         self._pairs: dict[int, AuditedPair] = {}
         self._audited: dict[int, AuditedPair] = {}  # while a step is audited: those that all ranks have
-        self._newest: AuditedPair | None = None
-        self._num_pairs = 0
+        self._counted: AuditedPair | None = None  # whose steps are counted
+        self._num_pairs = self._last_stepped = 0
         self._num_steps, self._looked_at = 0, -1
         self._is_open = False
         self._references: ReferencePair | None = None
@@ -104,7 +104,7 @@ class Audit:
         """Audit the steps of a model too; steps are counted anew, as those of its first optimizer."""
         self._pairs = {i: each for i, each in self._pairs.items() if each.is_alive}
         self._num_pairs, self._strategy = self._num_pairs + 1, strategy
-        self._pairs[self._num_pairs] = self._newest = pair
+        self._pairs[self._num_pairs] = self._counted = pair
         self._num_steps, self._looked_at = 0, -1
         for optimizer in pair.optimizers:
             optimizer.register_step_pre_hook(self.before_step)
@@ -112,12 +112,10 @@ class Audit:
 
     def wants(self, iterator: Any) -> bool:
         """Return whether the batches of torch's iterator are of a step that is audited, or are to be the first of one."""
-        newest = self._newest
-        if newest is None or not newest.is_alive or not newest.module.training:
+        counted = self._counted
+        if not (self._is_open or self._is_due) or counted is None or not counted.is_alive:
             return False
-        if num_ranks_of(iterator) != self._num_ranks:
-            return False
-        return self._is_open or self._is_due
+        return counted.module.training and num_ranks_of(iterator) == self._num_ranks
 
     def batch(self, iterator: Any, indices: Any, batch: Any) -> Any:
         """Join the batches of all ranks for the process that trains alone; return the batch that the script gets here."""
@@ -240,11 +238,17 @@ class Audit:
         return (args[0], compared, *args[2:]), kwargs
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
+        number = next((i for i, pair in self._pairs.items() if pair.is_stepped_by(optimizer)), None)
+        if number is None:
+            return
+        if number == self._last_stepped:  # twice in a row: the one that was counted is gone, or steps less often
+            self._counted = self._pairs[number]
+        self._last_stepped = number
         self._num_steps += self._counts(optimizer)
 
     def _counts(self, optimizer: Any) -> bool:
         """Return whether the steps of an optimizer are those that are counted."""
-        return self._newest is not None and optimizer is self._newest.optimizers[0]
+        return self._counted is not None and self._counted.is_stepped_by(optimizer)
 
     def _at_step(self, optimizer: Any) -> None:
         audited = self._audited.items()
