@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -339,15 +338,19 @@ def test_a_signal_of_signals_to_handle_comes_to_the_ranks(begun: Any, folder: Pa
 
 @pytest.mark.alone  # other launchers have folders of the same name
 def test_a_second_signal_does_not_wait_for_deaf_ranks(begun: Any, folder: Path) -> None:
-    before = set(Path(tempfile.gettempdir()).glob("guozhuang-run-*"))
     launcher = begun(2, *PATIENT, "-H", "a0:1,a1:1", "light.py", "deaf", "sleep")
+    agents = {str(psutil.Process(int((folder / f"here{rank}").read_text())).ppid()) for rank in range(2)}
+    guards = [each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"])]
+    words = [word for line in guards if any("guard.py" in each for each in line) and agents & {*line} for word in line]
+    temporary = [Path(word) for word in words if "guozhuang-run-" in word]
+    assert temporary and all(path.exists() for path in temporary)
     launcher.send(signal.SIGTERM)
     until(lambda: len(list(folder.glob("heard*"))) == 2)
     assert not launcher.ended()
     launcher.send(signal.SIGTERM)
     launcher.result()
     assert not none_left(str(folder))
-    assert set(Path(tempfile.gettempdir()).glob("guozhuang-run-*")) <= before, "the guards had no time to tidy up"
+    assert not any(path.exists() for path in temporary), "the guards had no time to tidy up"
 
 
 def test_a_host_whose_ranks_have_finished_is_ended_soon(begun: Any, folder: Path) -> None:
