@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import guozhuang as gz
 from guozhuang.errors import UsageError
+from guozhuang.strategies.audit import audit as of_audit
 from tests.ranks import run_ranks
 
 NUM_SAMPLES, EVERY = 48, 2
@@ -261,6 +262,24 @@ def by_other_loaders(rank: int, world_size: int, kind: str) -> tuple[str, list[s
         except UsageError as error:
             raised = str(error)
     return raised, texts
+
+
+def never_steps(rank: int, world_size: int) -> list[str]:
+    gz.init()
+    model: Any = Net(nn.Identity())
+    model, optimizer = gz.prepare(model, torch.optim.SGD(model.parameters(), 0.05), "ddp")
+    with heard() as texts, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_audit, "_MOST_BATCHES", 2)
+        for x, _ in gz.loader(Samples(True), 4):
+            model(x).sum().backward()
+    del optimizer  # what it steps is audited until then
+    return texts
+
+
+@pytest.mark.slow
+def test_batches_that_no_step_follows_are_not_kept_for_ever() -> None:
+    told = [text for text in run_ranks(never_steps, 2)[0] if "audit of step 0" in text]
+    assert len(told) == 1 and told[0].endswith("because its optimizer has not stepped after 2 batches")
 
 
 @pytest.mark.parametrize("kind", ["DistributedSampler", "a closure", "a model that is gone"])

@@ -188,7 +188,8 @@ class Spool:
     """A file through which batches come to copies of this process; made before they are forked, and never waits.
 
     [Note: the spool] A copy may be slower than the ranks, or may have to wait for its turn. So batches lie in a file without a
-    name, of which all have the same descriptor, and each copy is told by a pipe of its own where the next one begins.
+    name, of which all have the same descriptor, and each copy is told by a pipe of its own where the next one begins: a pipe
+    takes 4,096 such places before it is read, so there must not be more batches.
     """
 
     _PLACE = struct.Struct("<qq")

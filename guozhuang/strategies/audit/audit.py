@@ -33,6 +33,8 @@ from .batches import CannotJoinError, Remembered, collated, joined, num_ranks_of
 from .findings import common_factor, differences, explained, used_gradients
 
 _log = logging.getLogger("guozhuang")
+# Of a rank, before an optimizer steps: batches of all ranks are kept until then.
+_MOST_BATCHES = 1_000
 _NO_LOADER = (
     "ranks share no batches that can be joined: they are joined where gz.loader, or PyTorch's DataLoader with a "
     "DistributedSampler, hands them out"
@@ -94,7 +96,7 @@ class Audit:
         self._counted: AuditedPair | None = None  # whose steps are counted
         self._num_pairs = self._last_stepped = 0
         self._num_steps, self._looked_at = 0, -1
-        self._is_open = False
+        self._is_open, self._num_batches = False, 0
         self._references: ReferencePair | None = None
         self._spool: Spool | None = None
         self._take: Callable[[], Any] | None = None  # in the copy
@@ -120,6 +122,10 @@ class Audit:
     def batch(self, iterator: Any, indices: Any, batch: Any) -> Any:
         """Join the batches of all ranks for the process that trains alone; return the batch that the script gets here."""
         if self._take is not None:
+            return batch
+        self._num_batches = self._num_batches + 1 if self._is_open else 1
+        if self._num_batches > _MOST_BATCHES:
+            self._give_up(f"its optimizer has not stepped after {_MOST_BATCHES} batches")
             return batch
         lacks = "" if self._is_open else self._lacks()
         whole, why = self._joined(iterator, indices, batch, lacks)
