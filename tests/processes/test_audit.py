@@ -10,7 +10,7 @@ import functools
 import gc
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from typing_extensions import override
 
 import guozhuang as gz
 from guozhuang.errors import UsageError
@@ -54,6 +55,40 @@ def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack([x for x, _ in samples]), torch.stack(
         [F.pad(y, (0, longest - len(y)), value=-100) for _, y in samples]
     )
+
+
+def of_four(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, set[int]]:
+    """Make what cannot be joined, and no batch of all ranks."""
+    if len(samples) != 4:
+        raise ValueError(f"{len(samples)} samples in place of 4")
+    return torch.stack([x for x, _ in samples]), {len(samples)}
+
+
+def with_a_lambda(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Any]:
+    return torch.stack([x for x, _ in samples]), lambda: samples
+
+
+class OnlyOnce(Samples):
+    """Gives each sample once."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.given: set[int] = set()
+
+    @override
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        if i in self.given:
+            raise RuntimeError("it was read before")
+        self.given.add(i)
+        return super().__getitem__(i)
+
+
+# What cannot be joined, by the dataset and the function that collates, and what is said.
+UNJOINED: dict[str, tuple[Callable[[], Samples], Any, str]] = {
+    "collate": (lambda: Samples(False), of_four, "ValueError: 8 samples in place of 4"),
+    "read": (OnlyOnce, of_four, "RuntimeError: it was read before"),
+    "pickle": (lambda: Samples(False), with_a_lambda, "lambda"),
+}
 
 
 class Net(nn.Module):
@@ -274,6 +309,27 @@ def never_steps(rank: int, world_size: int) -> list[str]:
             model(x).sum().backward()
     del optimizer  # what it steps is audited until then
     return texts
+
+
+def on_unjoined(rank: int, world_size: int) -> list[list[str]]:
+    gz.init()
+    found = []
+    for make, collate, _ in UNJOINED.values():
+        model: Any = Net(nn.Identity())
+        model, optimizer = gz.prepare(model, torch.optim.SGD(model.parameters(), 0.05), "ddp")
+        with heard() as texts:
+            for x, _ in gz.loader(make(), 4, collate_fn=collate):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        found.append([text for text in texts if "not compared with one process, because" in text])
+    return found
+
+
+@pytest.mark.slow
+def test_what_fails_when_batches_are_joined_is_said() -> None:
+    for told, (_, _, why) in zip(run_ranks(on_unjoined, 2)[0], UNJOINED.values(), strict=True):
+        assert len(told) == 3 and why in told[0], told
 
 
 @pytest.mark.slow

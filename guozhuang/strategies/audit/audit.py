@@ -14,6 +14,7 @@ is logged and not raised.
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,7 @@ from ...parallel.proof.noise import ReferencePair, fork_pair
 from ...parallel.proof.reference import ReferenceReport, lack_of
 from ...parallel.proof.undivided import UndividedForm
 from .alone import AuditedPair, Spool, become_one_process, whole_values
-from .batches import CannotJoinError, Remembered, collated, joined, num_ranks_of, samples_of
+from .batches import Remembered, attempted, collated, joined, num_ranks_of, samples_of
 from .findings import common_factor, differences, explained, used_gradients
 
 _log = logging.getLogger("guozhuang")
@@ -162,27 +163,24 @@ class Audit:
     def _joined(self, iterator: Any, indices: Any, batch: Any, lacks: str) -> tuple[Any, str]:
         """Return the joined batch on rank 0, and on all ranks why there is none."""
         length = len(indices) if isinstance(indices, list) and iterator._auto_collation else 0
-        everyones = self._gathered((lacks, length, None if lacks else batch))
+        octets, no_octets = (b"", "") if lacks else attempted(lambda: pickle.dumps(batch))
+        everyones = self._gathered((lacks or no_octets, length, octets))
         whole, lack, why = None, "", ""
         if everyones is not None:
             lack = next((each for each, _, _ in everyones if each), "")
-            try:
-                whole = None if lack else joined([each for *_, each in everyones], [each for _, each, _ in everyones])
-            except CannotJoinError as error:
-                why = str(error)
+            lengths, parts = [each for _, each, _ in everyones], [each for *_, each in everyones]
+            if not lack:
+                whole, why = attempted(lambda: joined(list(map(pickle.loads, parts)), lengths))
         lack, why = self._of_first((lack, why))
         if lack or not why:
             return whole, lack
         # One process makes a batch of the samples in its own way; padded to the longest of all of them, for example.
-        mine: Any
-        try:
-            mine = samples_of(iterator, indices, batch)
-        except CannotJoinError as error:
-            mine = f"{why}, and {error}"
-        everyones, why = self._gathered(mine), ""
+        octets, no_octets = attempted(lambda: pickle.dumps(samples_of(iterator, indices, batch)))
+        everyones = self._gathered((f"{why}, and {no_octets}" if no_octets else "", octets))
         if everyones is not None:
-            why = next((each for each in everyones if isinstance(each, str)), "")
-            whole = None if why else collated(iterator, everyones)
+            why, parts = next((each for each, _ in everyones if each), ""), [each for _, each in everyones]
+            if not why:
+                whole, why = attempted(lambda: collated(iterator, list(map(pickle.loads, parts))))
         return whole, self._of_first(why)
 
     def _of_first(self, mine: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,20 @@ from ...generators import kept
 
 class CannotJoinError(Exception):
     """Batches that cannot be joined; the text says why."""
+
+
+def attempted(make: Callable[[], Any]) -> tuple[Any, str]:
+    """Return what a function makes, and ""; or None, and why it cannot.
+
+    The script's own code may fail where it is run once more, or on the samples of all ranks. An audit is no reason to end a
+    training, and the other ranks wait for this one.
+    """
+    try:
+        return make(), ""
+    except CannotJoinError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 def joined(batches: Sequence[Any], lengths: Sequence[int]) -> Any:
