@@ -37,7 +37,7 @@ from .compare import (
     token_of,
 )
 from .kinds import ProvedModel
-from .noise import TIMES, Noise, ReferencePair, fork_pair
+from .noise import TIMES, LossRounding, Noise, ReferencePair, fork_pair
 from .records import ForwardRecord, recording
 from .reference import ReferenceReport, gradients_of, lack_of, values_of
 from .reports import Reports
@@ -82,6 +82,7 @@ class Proof:
         self._pending: list[tuple[ProvedModel, Hashable]] = []
         self._tokens: dict[tuple[int, str], Any] = {}
         self._compared: dict[int, Divided] = {}
+        self._rounding = LossRounding()
 
     def add(self, divided: Divided, form: UndividedForm, every: int | None = None) -> None:
         """Prove the forwards of a model from now on, and again after so many optimizer steps. Every rank must call it."""
@@ -186,6 +187,7 @@ class Proof:
         self._had_backward, self._tokens = True, self._tokens_now()
         if reference.here is not None:
             told = ReferenceReport("backward", loss=loss, gradients=gradients_of(self._by_number()))
+            told.rounding = self._rounding.norm
             reference.here.tell(told)
             return
         report = self._next_report("backward")
@@ -291,6 +293,7 @@ class Proof:
             wholes |= gathered(divided.model, keeps=is_first)
         self._began_s = time.monotonic()
         going_on.proof, self._had_backward, self._has_graph, self._pending = self, False, False, []
+        self._rounding = LossRounding()
         if is_first:
             self._references = fork_pair(lambda _: self._become_undivided(wholes))
         return True
@@ -310,6 +313,7 @@ class Proof:
         with recording(divided.model) as record:
             found = divided.model(*args, **kwargs)
         record.take_outputs(found)
+        self._rounding.watch(found)
         self._has_graph = self._has_graph or _has_graph(found)
         reference.here.tell(ReferenceReport("forward", record=record))
         if not self._has_graph:

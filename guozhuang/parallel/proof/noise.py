@@ -4,15 +4,20 @@
 by any factor more: gradients that cancel out (of what a norm divides away, of biases before a norm) are nothing but rounding.
 So where something differs, the step of one process is computed once more, with each weight changed by the precision of its
 numbers. What that changes is what no order of additions promises; a difference below some times as much is none.
+One number may stay by chance what it was. So a loss, where there is only one, may also differ by what the rounding of the
+outputs makes of it, to the first order: the sum of a LayerNorm's outputs is nothing but that.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from . import reference
 from .reference import Reference, ReferenceReport, fork_reference
@@ -93,6 +98,27 @@ def epsilon(dtype: torch.dtype) -> float:
     return max(torch.finfo(each).eps for each in (dtype, *lower))
 
 
+class LossRounding:
+    """By how much a loss may differ because the outputs of a model are rounded; known when its backward has ended."""
+
+    def __init__(self) -> None:
+        self._squares = 0.0
+
+    def watch(self, outputs: Any) -> None:
+        """Take what a forward has returned, before its backward."""
+        for leaf in pytree.tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(functools.partial(self._take, leaf.detach()))
+
+    def _take(self, output: Tensor, gradient: Tensor) -> None:
+        self._squares += float((output * gradient).abs().double().norm() * epsilon(output.dtype)) ** 2
+
+    @property
+    def norm(self) -> float:
+        """Return it, as the roundings of all elements add up by chance."""
+        return math.sqrt(self._squares)
+
+
 def dense(tensor: Tensor) -> Tensor:
     """Return the values of a tensor, detached, also of a sparse one."""
     return tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
@@ -104,7 +130,7 @@ def noise_of(report: ReferenceReport, trembling: ReferenceReport) -> Noise:
     if report.event != trembling.event:
         return found
     if report.loss is not None and trembling.loss is not None:
-        found["loss", ""] = abs(report.loss - trembling.loss)
+        found["loss", ""] = max(abs(report.loss - trembling.loss), report.rounding)
     if report.record is not None and trembling.record is not None:
         pairs = zip(report.record.outputs, trembling.record.outputs, strict=False)
         for i, (one, other) in enumerate(pairs):

@@ -52,6 +52,7 @@ class ReferenceReport:
         event: "forward", "backward", "step"; or "left": it has ended without reaching the next of these.
         record: of a forward.
         loss: of a backward.
+        rounding: by how much that may differ because the outputs that it was computed from are rounded.
         gradients: of the parameters of each model, after a backward and before a step, by number of the model and name.
         values: of the parameters before a step.
         has_drawn: whether random numbers were drawn since it began; told in audits alone.
@@ -61,6 +62,7 @@ class ReferenceReport:
     event: str
     record: Any = None
     loss: float | None = None
+    rounding: float = 0.0
     gradients: dict[tuple[int, str], Tensor | None] = field(default_factory=dict)
     values: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     has_drawn: bool = False
