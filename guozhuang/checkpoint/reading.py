@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,11 +40,11 @@ def read(checkpoint: Path) -> tuple[Read | None, str]:
         names = dict.fromkeys(("shared", "rank-0", f"rank-{rank % manifest['ranks']}"))
         parts = {name: read_part(checkpoint, manifest, name) for name in names}
         shared = Flat(parts["shared"][0]["tree"], parts["shared"][1]).state
-        states = {name: own_state(*part, parts["rank-0"][1]) for name, part in parts.items() if name != "shared"}
-        for name in parts_of(manifest) if rank == 0 else ():
-            if name not in parts:
-                states[name] = own_state(*read_part(checkpoint, manifest, name), parts["rank-0"][1])
-        for name, own in states.items():
+        of_first = parts["rank-0"][1]
+        states = {name: own_state(*part, of_first) for name, part in parts.items() if name != "shared"}
+        others = [name for name in parts_of(manifest) if rank == 0 and name not in parts]
+        looked_at = ((name, own_state(*read_part(checkpoint, manifest, name), of_first)) for name in others)
+        for name, own in itertools.chain(states.items(), looked_at):  # one of the others at a time
             if found := state_fault(shared, own):
                 return None, str(broken(checkpoint, f"in {name}, {found}"))
             check_states(own["generators"])
