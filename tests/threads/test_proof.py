@@ -372,6 +372,24 @@ def test_a_reference_is_not_killed_after_it_was_waited_for(monkeypatch):
     assert calls == ["kill", "waitpid"]
 
 
+def test_a_kind_whose_forwards_always_find_gradients_is_given_up_and_said(monkeypatch, caplog):
+    monkeypatch.setattr(first_batch, "_MOST_WAITS", 3)
+    torch.manual_seed(0)
+    one = Net()
+    models = [copy.deepcopy(one) for _ in range(2)]
+
+    def rank_of(rank, size):
+        optimizer = torch.optim.SGD(models[rank].parameters(), 0.1)
+        model, _ = prepare_divided(models[rank], optimizer, Setup(SimpleNamespace(layout=TENSOR)), get("hybrid"))
+        for is_training in (True, False, False, False, False):
+            model.train(is_training)
+            model(torch.ones(4, 6)).sum().backward()
+
+    run_threads(rank_of, 2)
+    told = [each.getMessage() for each in caplog.records if "not compared" in each.getMessage()]
+    assert len(told) == 1 and "gradients of earlier batches were there before each of 3 forwards" in told[0]
+
+
 @pytest.mark.parametrize("times", [noise.TIMES, 0.0])
 def test_a_gradient_that_is_rounding_alone_differs_from_none(monkeypatch, times):
     """The mean of squares behind a norm does not depend on what lies before it, but for rounding."""

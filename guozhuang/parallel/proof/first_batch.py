@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("guozhuang")
 _MOST_KINDS = 16
+_MOST_WAITS = 100  # of the forwards of one kind that begin with gradients of earlier batches
 
 
 class _GoingOn(threading.local):
@@ -277,9 +278,12 @@ class Proof:
         holds = torch.is_grad_enabled() and any(p.grad is not None and bool(p.grad.any()) for p in parameters)
         everyones: list[Any] = [None] * self._axes.everyone.size()
         dist.all_gather_object(everyones, (holds, lacks, list(alive)), group=self._axes.everyone)
-        if any(each for each, _, _ in everyones):
-            return False  # gradients of earlier batches: the next window is waited for
         why = next((each for _, each, _ in everyones if each), "")
+        if any(each for each, _, _ in everyones):
+            mine.num_waits[kind] += 1
+            if mine.num_waits[kind] < _MOST_WAITS:
+                return False  # the next window is waited for
+            why = f"gradients of earlier batches were there before each of {_MOST_WAITS} forwards"
         if why:
             mine.kinds.add(kind)
             if is_first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import weakref
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ class ProvedModel:
         self.form: UndividedForm | None = form  # which holds the model
         self.divided = weakref.ref(divided, self._forget)
         self._kinds: set[Hashable] = set()
+        #: How often forwards of a kind could not be compared yet.
+        self.num_waits: collections.Counter[Hashable] = collections.Counter()
         self._every, self._began_at_step = every, registry.num_steps
         self._structure: tuple[int, list[nn.Module], int] = (-1, [], 0)
 
