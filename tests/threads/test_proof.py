@@ -390,6 +390,21 @@ def test_a_kind_whose_forwards_always_find_gradients_is_given_up_and_said(monkey
     assert len(told) == 1 and "gradients of earlier batches were there before each of 3 forwards" in told[0]
 
 
+@pytest.mark.parametrize(
+    ("free", "num_together", "said"),
+    [
+        (1600, 1, ""),
+        (1599, 1, "may need 0.0 GB, and 0.0 GB are free"),
+        (3199, 2, "free for each of 2 copies"),
+        (0, 0, ""),
+    ],
+)
+def test_a_copy_that_memory_may_not_hold_is_not_made(monkeypatch, free, num_together, said):
+    monkeypatch.setattr(reference, "available_bytes", lambda: free)
+    found = reference.lack_of([nn.Parameter(torch.zeros(10, 10))], num_together)
+    assert said in found and bool(found) == bool(said)
+
+
 @pytest.mark.parametrize("times", [noise.TIMES, 0.0])
 def test_a_gradient_that_is_rounding_alone_differs_from_none(monkeypatch, times):
     """The mean of squares behind a norm does not depend on what lies before it, but for rounding."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...errors import MismatchError, UsageError, WorldError, explain
+from ...world import current
 from ...world.layout import MODEL_AXES
 from . import reference
 from .causes import cure, explained
@@ -273,7 +274,9 @@ class Proof:
         alive = self._alive()
         parameters = [p for divided in alive.values() for p in divided.model.parameters()]
         is_first = self._group.rank() == 0
-        lacks = lack_of(parameters, forks=is_first)
+        world = current()
+        num_together = 1 if world is None else max(1, world.local_size // self._axes.layout.model_size)
+        lacks = lack_of(parameters, num_together if is_first else 0)
         # An evaluation has no use for gradients.
         holds = torch.is_grad_enabled() and any(p.grad is not None and bool(p.grad.any()) for p in parameters)
         everyones: list[Any] = [None] * self._axes.everyone.size()

@@ -161,19 +161,20 @@ def _write(file: int, octets: bytes | memoryview) -> None:
 here: ReferenceSide | None = None
 
 
-def lack_of(parameters: Collection[Tensor], *, forks: bool) -> str:
+def lack_of(parameters: Collection[Tensor], num_together: int) -> str:
     """Return why no copy of a process can compute a step with these parameters, in words; "" if one can.
 
     Args:
         parameters: of the models, divided or whole.
-        forks: whether this is the process that would be copied.
+        num_together: how many processes of this node would be copied, this one among them; 0: this one would not.
     """
     if any(p.device.type != "cpu" for p in parameters):
         return "the model is on an accelerator, whose state no copy of a process has"
     shapes = ((p.shape if (division := division_of(p)) is None else division.shape, p.itemsize) for p in parameters)
     needs = _NEEDS_TIMES * sum(shape.numel() * itemsize for shape, itemsize in shapes)
-    if forks and (free := available_bytes()) < needs:
-        return f"the step of one process may need {needs / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    if num_together and (free := available_bytes() / num_together) < needs:
+        of = f" for each of {num_together} copies" if num_together > 1 else ""
+        return f"the step of one process may need {needs / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free{of}"
     return ""
 
 

@@ -158,7 +158,7 @@ class Audit:
     def _lacks(self) -> str:
         """Return why this rank cannot begin; "" if it can."""
         parameters = [p for pair in self._pairs.values() if pair.is_alive for p in pair.module.parameters()]
-        return lack_of(parameters, forks=self.group.rank() == 0)
+        return lack_of(parameters, int(self.group.rank() == 0))
 
     def _joined(self, iterator: Any, indices: Any, batch: Any, lacks: str) -> tuple[Any, str]:
         """Return the joined batch on rank 0, and on all ranks why there is none."""
