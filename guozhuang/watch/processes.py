@@ -15,6 +15,7 @@ import platform
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279, "riscv64": 279, "ppc64le": 360, 
 _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _MOST_ANCESTORS = 64
+_TURN_S = 0.02  # between two looks at threads
 #: Options of ``prctl``: the signal that a process gets when its parent ends, and whether it adopts orphaned descendants.
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
 
@@ -284,3 +286,33 @@ def _read(pid: int, name: str) -> bytes:
             return file.read()
     except OSError:
         return b""
+
+
+def wait_for_threads(name: str, limit_s: float = 2.0) -> None:
+    """Wait until no thread of this name runs, or would if there was a processor for it; not where there is none.
+
+    Args:
+        name: of a thread that is not Python's, as the kernel knows it: at most 15 characters.
+        limit_s: how long to wait at most, in seconds.
+    """
+    ends_s = time.monotonic() + limit_s
+    states = _states_of_threads(name)
+    while states:
+        time.sleep(_TURN_S)
+        states = _states_of_threads(name)
+        if "R" not in states or time.monotonic() > ends_s:
+            return
+
+
+def _states_of_threads(name: str) -> str:
+    """Return a letter for the state of each of these threads (R: it runs, or would); "?" where nobody tells."""
+    try:
+        tasks = os.listdir(f"{PROC}/self/task")
+    except OSError:
+        return "?"
+    found = ""
+    for task in tasks:
+        with contextlib.suppress(OSError), open(f"{PROC}/self/task/{task}/stat") as file:
+            head, _, after = file.read().rpartition(") ")
+            found += after[0] if head.endswith(f"({name}") else ""
+    return found

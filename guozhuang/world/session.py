@@ -17,7 +17,6 @@ import logging
 import math
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,6 @@ DEFAULT_TIMEOUT_S = 600.0
 FAKE = "fake world"  # the launcher of a world of which one process plays a rank, and nobody the others
 # After an uncaught exception the process ends within so many seconds, also with a collective in flight: [Note: leaving].
 _LEAVE_AFTER_ERROR_S = 5.0
-_LAST_WORK_S = 0.02
 _log = logging.getLogger("guozhuang")
 
 
@@ -184,6 +182,8 @@ def shutdown() -> None:
     """
     if current() is None:
         return
+    from guozhuang.watch.processes import wait_for_threads
+
     while _session.before_leaving:
         _session.before_leaving.pop()()
     _stop_heartbeat()
@@ -191,8 +191,8 @@ def shutdown() -> None:
         dist.destroy_process_group()
         if dist.is_gloo_available():
             # Gloo's threads release the last work, and Python objects with it, a moment after the wait for it has ended.
-            # That aborts the process if the interpreter is exiting by then, so wait a moment for it here.
-            time.sleep(_LAST_WORK_S)
+            # That aborts the process if the interpreter is exiting by then, so wait here where they still are.
+            wait_for_threads("pt_gloo_runloop")
     _forget()
 
 

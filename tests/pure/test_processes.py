@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from guozhuang.watch import processes
 from guozhuang.watch.processes import GONE, STOPPED, Process, start_of, state_of
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -120,3 +122,34 @@ print(this_process("there"), "guozhuang" in sys.modules, __name__)
     found = subprocess.run(command, input=text, capture_output=True, check=True).stdout.decode().split()
     assert found[2:] == ["there", "False", "__main__"]
     assert int(found[1]) > start_of(os.getpid()) > 0
+
+
+@pytest.mark.parametrize(
+    ("states", "num_looks"), [([""], 1), (["SS", "S"], 2), (["R", "SR", "R", "S"], 4), (["S", ""], 2), (["?", "?"], 2)]
+)
+def test_the_end_waits_for_threads_that_still_run(monkeypatch, states, num_looks) -> None:
+    looks = iter(states)
+    monkeypatch.setattr(processes, "_states_of_threads", lambda name: next(looks))
+    monkeypatch.setattr(processes.time, "sleep", lambda seconds: None)
+    processes.wait_for_threads("a name")
+    assert len(states) == num_looks and not [*looks]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux tells")
+def test_threads_have_states_by_name() -> None:
+    named, is_over = threading.Event(), threading.Event()
+
+    def waits() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("guozhuang test!")
+        named.set()
+        is_over.wait()
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    named.wait()
+    try:
+        until(lambda: processes._states_of_threads("guozhuang test!") == "S")
+        assert not processes._states_of_threads("guozhuang test?")
+    finally:
+        is_over.set()
+        thread.join()
