@@ -22,6 +22,7 @@ from guozhuang.errors import MismatchError, UsageError
 from guozhuang.sharding import shard
 from guozhuang.sharding.fully import shard_fully
 from guozhuang.sharding.fully.together import History
+from tests.processes.habits import Spectral
 from tests.threads.ranks import run_threads
 
 Pair = tuple[nn.Module, Optimizer]
@@ -565,15 +566,6 @@ def with_hooks(rank: int, size: int, strategy: str, plain: nn.Module) -> None:
     model(batch(rank)).mean().backward()
     with pytest.raises(UsageError, match=r"not averaged, of .*0\.weight"):
         optimizer.step()
-
-
-class Spectral(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter = nn.Parameter(torch.randn(3, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=4)
 
 
 def is_complex(rank: int, size: int, strategy: str, plain: nn.Module) -> None:
