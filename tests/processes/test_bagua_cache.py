@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import secrets
 import shutil
 import sys
 from collections.abc import Iterator
@@ -26,10 +27,16 @@ def _hosts() -> Iterator[list[dict[str, Any]]]:
     pytest.importorskip("redis")
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server")
-    ports = [find_free_network_port() for _ in range(3)]
-    started = [start_redis_server_cli(port, 10 << 20, "--loglevel", "warning") for port in ports]
-    hosts = [{"host": "127.0.0.1", "port": port} for port in ports]
-    until(lambda: RedisStore(hosts).status())
+    started, hosts = [], []
+    while len(hosts) < 3:
+        # With a password: a port that was free may have become that of another program's server.
+        host = {"host": "127.0.0.1", "port": find_free_network_port(), "password": secrets.token_hex(8)}
+        words = ("--loglevel", "warning", "--requirepass", host["password"])
+        server, store = start_redis_server_cli(host["port"], 10 << 20, *words), RedisStore([host])
+        until(lambda store=store, server=server: store.status() or server.poll() is not None)
+        if server.poll() is None:
+            started.append(server)
+            hosts.append(host)
     yield hosts
     for each in started:
         each.terminate()
