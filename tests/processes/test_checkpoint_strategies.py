@@ -125,6 +125,7 @@ def differing(whole: dict[str, list[str]]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_replicas_stay_equal_whatever_the_strategy_was(tmp_path: Path) -> None:
     whole = check(SOME, (1, 2), (1, 2), tmp_path)
     assert not differing(whole)

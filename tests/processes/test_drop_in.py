@@ -84,6 +84,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_train_apart_are_told_at_the_first_step(tmp_path: Path) -> None:
     script = write(tmp_path, UNWRAPPED)
     done = guozhuang("run", "-np", 2, "--replace-ddp", script, folder=tmp_path, forks_ranks=False)

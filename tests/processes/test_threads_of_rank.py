@@ -52,6 +52,7 @@ def torchrun(folder: Path, *words: str, **more: str) -> tuple[list[list[dict[str
     return shown(done.stdout), done.stderr
 
 
+@pytest.mark.slow
 def test_one_thread_on_idle_cores_becomes_as_many_as_there_are_cores(tmp_path: Path) -> None:
     """Torchrun's own OMP_NUM_THREADS=1 is nobody's choice; ``torch.set_num_threads`` of a script is, and stays."""
     (first, second), printed = torchrun(tmp_path, "alone", "set")
