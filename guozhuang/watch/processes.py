@@ -306,13 +306,8 @@ def wait_for_threads(name: str, limit_s: float = 2.0) -> None:
 
 def _states_of_threads(name: str) -> str:
     """Return a letter for the state of each of these threads (R: it runs, or would); "?" where nobody tells."""
-    try:
-        tasks = os.listdir(f"{PROC}/self/task")
-    except OSError:
+    if not has_proc():
         return "?"
-    found = ""
-    for task in tasks:
-        with contextlib.suppress(OSError), open(f"{PROC}/self/task/{task}/stat") as file:
-            head, _, after = file.read().rpartition(") ")
-            found += after[0] if head.endswith(f"({name}") else ""
-    return found
+    threads = [int(each) for each in os.listdir(f"{PROC}/self/task")]
+    named = [status(each) for each in threads if _read(each, "comm").rstrip(b"\n") == name.encode()]
+    return "".join(each.state for each in named if each is not None)

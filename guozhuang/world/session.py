@@ -27,6 +27,7 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, WorldError, explain
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.registry import registry
+from guozhuang.watch.processes import wait_for_threads
 from guozhuang.world import devices, requests
 from guozhuang.world.connecting import check_settings, check_ways, complete, make_group, settings
 from guozhuang.world.identity import Identity, World
@@ -182,8 +183,6 @@ def shutdown() -> None:
     """
     if current() is None:
         return
-    from guozhuang.watch.processes import wait_for_threads
-
     while _session.before_leaving:
         _session.before_leaving.pop()()
     _stop_heartbeat()
