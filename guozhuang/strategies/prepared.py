@@ -38,7 +38,6 @@ from ..registry import registry
 from ..sharding.whole import is_divided
 
 _log = logging.getLogger("guozhuang")
-_WRAPPERS = (nn.parallel.DistributedDataParallel, DataParallel, nn.DataParallel)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -57,7 +56,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this question
     if compiler is not None and isinstance(model, compiler.OptimizedModule):
         return unwrap(model._orig_mod)
-    return unwrap(model.module) if isinstance(model, (*_WRAPPERS, StandsForModule)) else model
+    return unwrap(model.module) if isinstance(model, _WRAPPERS) else model
 
 
 class StandsForModule(nn.Module):
@@ -162,6 +161,10 @@ class StandsForModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _itself, (self.module,)
+
+
+# What unwrap() looks through.
+_WRAPPERS = (StandsForModule, nn.parallel.DistributedDataParallel, DataParallel, nn.DataParallel)
 
 
 class AveragesGradients(StandsForModule):
