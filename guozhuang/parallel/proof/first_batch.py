@@ -188,8 +188,9 @@ class Proof:
             return
         self._had_backward, self._tokens = True, self._tokens_now()
         if reference.here is not None:
-            told = ReferenceReport("backward", loss=loss, gradients=gradients_of(self._by_number()))
-            told.rounding = self._rounding.norm
+            told = ReferenceReport(
+                "backward", loss=loss, rounding=self._rounding.norm, gradients=gradients_of(self._by_number())
+            )
             reference.here.tell(told)
             return
         report = self._next_report("backward")
