@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import functools
 import gc
 import logging
@@ -186,24 +185,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 # ---- side by side: `pytest -n 4 --dist loadfile`, by pytest-xdist. Without it nothing here has an effect.
 # [Note: side by side] Tests mostly wait, so four workers share two cores. The tests of a file go to one worker, because cases
-# share ranks; those of a file marked `waits` are dealt out one by one. A test marked `alone` measures time or memory of the
-# machine: it waits until the tests of the other workers have ended, and none begins before it has. Two locks do that: who runs
-# holds the second one, shared or alone, and takes it under the first, so that nobody overtakes who waits to be alone.
-
-
-@pytest.fixture(autouse=True)
-def beside_others(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Take a lock for as long as the test runs. See [Note: side by side]."""
-    if "PYTEST_XDIST_TESTRUNUID" not in os.environ:
-        yield
-        return
-    folder = tmp_path_factory.getbasetemp().parent  # of all workers of a run; pytest removes those of earlier runs
-    mode = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
-    with open(folder / "turn", "w") as turn, open(folder / "running", "w") as running:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        fcntl.flock(running, mode)
-        fcntl.flock(turn, fcntl.LOCK_UN)
-        yield
+# share ranks; those of a file marked `waits` are dealt out one by one.
 
 
 @pytest.hookimpl(wrapper=True)

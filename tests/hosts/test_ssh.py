@@ -336,7 +336,6 @@ def test_a_signal_of_signals_to_handle_comes_to_the_ranks(begun: Any, folder: Pa
     assert not none_left(str(folder))
 
 
-@pytest.mark.alone  # other launchers have folders of the same name
 def test_a_second_signal_does_not_wait_for_deaf_ranks(begun: Any, folder: Path) -> None:
     launcher = begun(2, *PATIENT, "-H", "a0:1,a1:1", "light.py", "deaf", "sleep")
     agents = {str(psutil.Process(int((folder / f"here{rank}").read_text())).ppid()) for rank in range(2)}
