@@ -24,6 +24,7 @@ from typing_extensions import override
 import guozhuang as gz
 from guozhuang.errors import UsageError
 from guozhuang.strategies.audit import audit as of_audit
+from tests.processes.cases import said
 from tests.ranks import run_ranks
 
 NUM_SAMPLES, EVERY = 48, 2
@@ -173,15 +174,9 @@ FEW = ("a mean", "clipped", "accumulated", "a sum", "the mean over all tokens")
 @contextlib.contextmanager
 def heard() -> Iterator[list[str]]:
     """What is logged in this block."""
-    texts: list[str] = []
-    logger, handler = logging.getLogger("guozhuang"), logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    logging.getLogger("guozhuang").setLevel(logging.INFO)
+    with said() as texts:
         yield texts
-    finally:
-        logger.removeHandler(handler)
 
 
 def train(strategy: str, row: str, loss_of: Any, batch_options: dict[str, Any]) -> tuple[str, list[str]]:
