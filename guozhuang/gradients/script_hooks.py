@@ -3,7 +3,8 @@
 [Note: hooks before the average] A hook of ``register_hook`` changes a rank's own gradient, and the results are averaged. That
 is what one process computes if the hook is linear, as a mask or a scale is. A limit by value, a sign or a norm gives something
 else of each rank's gradient than of their mean, without a word. So when a hook changes a gradient for the first time, it is
-called twice more to see whether it is additive. Hooks that only look are not called again. An optimizer that a hook steps in
+called twice more to see whether it is additive; not of a gradient that has overflowed, unless the hook makes numbers of its
+infinities. Hooks that only look are not called again. An optimizer that a hook steps in
 backward would use gradients that are not averaged; so a step asks whether it is in a backward.
 """
 
@@ -58,8 +59,9 @@ class ScriptHooks:
         num_passes: Callable[[], int] | None = None,
     ) -> None:
         self._num_passes = num_passes or (lambda: 0)
-        self._sees_passes, self._was_called, self._was_local = num_passes is not None, False, False
-        self._num_passes_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._sees_passes, self._num_forwards, self._num_local = num_passes is not None, 0, 0
+        # How many forwards, local forwards and averaging backwards there had been when an optimizer stepped last.
+        self._counts_at: weakref.WeakKeyDictionary[Optimizer, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         self._names = {id(p): name for name, p in named}
         self._named, self._awaits_average, self._rank, self._warns = list(named), awaits_average, rank, warns
         self._has_warned = False
@@ -73,14 +75,15 @@ class ScriptHooks:
         Args:
             is_local: whether the backward of the coming forward averages nothing, as inside ``no_sync``.
         """
-        self._was_called, self._was_local = self._sees_passes, self._was_local or is_local
+        self._num_forwards += 1
+        self._num_local += is_local
         hooked = [(name, p) for name, p in self._named if p._backward_hooks]
         if not hooked or not self._awaits_average() or is_traced():
             return
         for name, parameter in hooked:
             hooks: Any = parameter._backward_hooks
             for key, hook in list(hooks.items()):
-                if isinstance(hook, _Tried) or hook in self._known or _is_known(hook):
+                if isinstance(hook, _Tried) or hook in self._known or is_own(hook):
                     continue
                 hooks[key] = _Tried(self, hook, name, hooks, key)
 
@@ -90,9 +93,9 @@ class ScriptHooks:
         Raises:
             UsageError: it steps in a backward; or there are gradients, and no backward through a forward has averaged any.
         """
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        first = next((p for p in parameters if id(p) in self._names), None) if in_backward else next(parameters, None)
-        if first is None or id(first) not in self._names or not self._awaits_average():
+        own = (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names)
+        first = next(own, None)
+        if first is None or not self._awaits_average():
             return
         if in_backward:
             name = self._names[id(first)]
@@ -102,10 +105,12 @@ class ScriptHooks:
                 "among the ranks"
             )
             raise UsageError(explain(what, rank=self._rank, fix=fix))
-        was_called, self._was_called = self._was_called and not self._was_local, False
-        self._was_local = False
-        before, self._num_passes_at[optimizer] = self._num_passes_at.get(optimizer, 0), self._num_passes()
-        if not was_called or self._num_passes_at[optimizer] != before or all(p.grad is None for p in parameters):
+        before = self._counts_at.get(optimizer, (0, 0, 0))
+        now = self._counts_at[optimizer] = self._num_forwards, self._num_local, self._num_passes()
+        has_called, was_local, has_averaged = (a != b for a, b in zip(now, before, strict=True))
+        if not self._sees_passes or not has_called or was_local or has_averaged:
+            return
+        if all(p.grad is None for p in (first, *own)):
             return
         what = "optimizer.step() came with gradients of no backward of this model, so they are this rank's own"
         fix = (
@@ -164,7 +169,7 @@ class _Tried:
         before = gradient.detach().clone()
         given = self._hook(gradient)
         result = gradient if given is None else given
-        if torch.equal(result, before):
+        if torch.equal(result, before) or _keeps_odd(before, result):  # the latter says nothing: the next gradient will
             return given
         if self._key in self._hooks:  # it has not removed itself
             self._hooks[self._key] = self._hook
@@ -174,7 +179,7 @@ class _Tried:
         return given
 
     def _is_additive(self, first: Tensor, of_first: Tensor) -> bool:
-        if not bool(first.isfinite().all()):  # NaN is in the average of all ranks too
+        if not bool(first.isfinite().all()):  # and it made numbers of some of these, which are in the average too
             return False
         second = -3.0 * first.flatten().flip(0).view(first.shape)
         both = first + second
@@ -194,9 +199,23 @@ class _Tried:
         return _itself, (self._hook,)
 
 
+def _keeps_odd(before: Tensor, after: Tensor) -> bool:
+    """Return whether a gradient has infinities or NaN, as after an overflow, and a hook has left all of them such values."""
+    odd = ~before.isfinite()
+    return bool(odd.any()) and before.shape == after.shape and not bool((odd & after.isfinite()).any())
+
+
 def _itself(hook: Any) -> Any:
     return hook
 
 
-def _is_known(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(("guozhuang.", "torch."))
+def is_own(hook: Any) -> bool:
+    """Return whether this package has registered a hook, of a tensor, a module or an optimizer, and not the script.
+
+    A hook of the script that is tried out stays the script's.
+    """
+    inner = getattr(hook, "hook", hook)  # PyTorch wraps some
+    inner = getattr(inner, "func", inner)  # of a functools.partial
+    owner = type(getattr(inner, "__self__", inner))
+    names = (getattr(inner, "__module__", None), owner.__module__)
+    return not isinstance(inner, _Tried) and any(str(name).startswith("guozhuang.") for name in names)

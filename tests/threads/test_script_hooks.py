@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
+from guozhuang.gradients.script_hooks import ScriptHooks
 from guozhuang.script.accumulate import accumulate
 from guozhuang.sharding import shard
 from guozhuang.strategies.prepared import PreparedDDP
@@ -195,3 +196,46 @@ def window(rank: int, size: int, plain: nn.Module) -> None:
 
 def test_a_step_inside_of_a_window_is_refused_for_the_class_too() -> None:
     run_threads(window, 2, model_of())
+
+
+@pytest.mark.parametrize("given", [(0,), (1,), (0, 1), ()], ids=str)
+@pytest.mark.parametrize("num_parameters", [1, 2])
+def test_each_gradient_and_each_optimizer_counts(num_parameters: int, given: tuple[int, ...]) -> None:
+    named = [(f"p{i}", nn.Parameter(torch.ones(2))) for i in range(num_parameters)]
+    other = nn.Parameter(torch.ones(2))  # of no model that is averaged; an optimizer may have it first
+    optimizers = [torch.optim.SGD([other, *(p for _, p in named)], lr=0.1) for _ in range(2)]
+    watch = ScriptHooks(named, lambda: True, 0, num_passes=lambda: 0)
+    watch.look()
+    for i in given:
+        if i < num_parameters:
+            named[i][1].grad = torch.ones(2)
+    is_refused = any(p.grad is not None for _, p in named)
+    for optimizer in optimizers:  # a step of one tells nothing of another's
+        with pytest.raises(UsageError, match="gradients of no backward") if is_refused else contextlib.nullcontext():
+            optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()  # no forward has come since
+
+
+def overflows(rank: int, size: int, strategy: str, plain: nn.Module) -> None:
+    model: Any = copy.deepcopy(plain)
+    model, optimizer = STRATEGIES[strategy](model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen: list[bool] = []
+    weight, bias = (p for name, p in model.named_parameters() if ".2." in f".{name}")
+    looking = weight.register_hook(lambda g: seen.append(bool(g.isfinite().all())))
+    halving = weight.register_hook(lambda g: g * 0.5)
+    for factor in (float("inf"), 1.0, 1.0):  # as a scale of the loss that is too large at first
+        (model(rows(rank)).sum() * factor).backward()
+        optimizer.zero_grad()
+    assert seen == [False, True, True]
+    looking.remove()
+    halving.remove()
+    limiting = bias.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    with pytest.raises(UsageError, match=r"a hook changes the gradient of 2\.bias"):  # it makes numbers of infinities
+        (model(rows(rank)).sum() * float("inf")).backward()
+    limiting.remove()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "sharded"])
+def test_hooks_are_not_judged_by_a_gradient_that_has_overflowed(strategy: str) -> None:
+    run_threads(overflows, 2, strategy, model_of())

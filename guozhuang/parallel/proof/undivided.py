@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...gradients.script_hooks import is_own
 from ..division import ATTRIBUTE, division_of, whole
 from ..guard import GuardedParameter
 from ..state import divided_tensors
@@ -81,11 +82,9 @@ class UndividedForm:
             for key in keys:
                 (getattr(parameter, name) or {}).pop(key, None)
         for parameter in self._model.parameters():
-            for (
-                name
-            ) in _TENSOR_HOOKS:  # those of this package, which exchange gradients, tell whether they do something
+            for name in _TENSOR_HOOKS:
                 hooks = getattr(parameter, name) or {}
-                for key in [key for key, hook in hooks.items() if hasattr(hook, "is_idle")]:
+                for key in [key for key, hook in hooks.items() if is_own(hook)]:
                     del hooks[key]
         seen: set[int] = set()
         with torch.no_grad():

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from ...errors import UsageError, explain
+from ...gradients.script_hooks import is_own
 
 #: Attributes that this module and PyTorch have put on the modules of a divided model.
 _ADDED = ("__deepcopy__", "__reduce_ex__", "named_parameters", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -24,7 +25,6 @@ _HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-_OURS = ("torch.distributed.", "guozhuang.")
 
 Divide = Callable[[nn.Module, Sequence[nn.Module]], object]
 
@@ -65,7 +65,7 @@ def _copied(
 ) -> nn.Module:
     free()
     parts = list(model.modules())
-    before = dict(model.named_parameters())
+    before: dict[str, Any] = dict(model.named_parameters())
     for part in parts:
         kind = _kind(part)
         memo[id(part)] = kind.__new__(kind)
@@ -84,9 +84,8 @@ def _copied(
     divide(made, [memo[id(block)] for block in blocks])
     with torch.no_grad():
         copied: dict[str, Any] = dict(made.named_parameters())
-        divided: dict[str, Any] = before
         for name, parameter in copied.items():
-            parameter.to_local().copy_(divided[name].to_local())
+            parameter.to_local().copy_(before[name].to_local())
     return made
 
 
@@ -120,7 +119,8 @@ def _without_ours(name: str, value: Any) -> Any:
 
 
 def _is_ours(hook: Any) -> bool:
+    if is_own(hook):
+        return True
     hook = getattr(hook, "hook", hook)  # PyTorch wraps some hooks
-    owner = getattr(hook, "__self__", hook)
-    modules = (getattr(hook, "__module__", None) or "", type(owner).__module__)
-    return any(module.startswith(_OURS) for module in modules)
+    modules = (getattr(hook, "__module__", None), type(getattr(hook, "__self__", hook)).__module__)
+    return any(str(module).startswith("torch.distributed.") for module in modules)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from ...errors import UsageError, explain
 from ...exchange.nan_watch import NanWatch
+from ...gradients.script_hooks import is_own
 from ...sync_batch_norm import use_on_cpu
 from ...weights.equal_start import start_equal
 from ..elementwise import WHY_NOT
@@ -108,10 +109,8 @@ def shard_fully(
         units.before_step()
         watch.look_at(new_names, new_parameters, next(numbers))
 
-    def at_first_forward(
-        *_: Any,
-    ) -> None:  # what the script does before it may check steps too, and says more of its cause
-        handle.remove()
+    def at_first_forward(*_: Any) -> None:
+        handle.remove()  # what the script does before it may check steps too, and says more of its cause
         optimizer.register_step_pre_hook(before_step)
 
     handle = model.register_forward_pre_hook(at_first_forward)
@@ -149,17 +148,14 @@ class _Division:
             fully_shard(block, mesh=self.mesh, reshard_after_forward=not self.keep_weights)
         name_of = {id(part): name for name, part in model.named_modules()}
         names = [name_of[id(block)] for block in blocks]
-        if (
-            not is_copy
-        ):  # the last of these hooks is called first, and all before that of fully_shard, which gathers weights
+        # The last of these hooks is called first, and all before that of fully_shard, which gathers weights.
+        if not is_copy:
             model.register_forward_pre_hook(EqualBuffers(model, self.group), prepend=True)
         compare: Together | History | None = None
         if self.group.size() > 1 and device.type == "cpu":
             of_units = [name or "the rest of the model" for name in names]
             compare = Together(self.group, of_units, len(list(model.parameters())))
-            model.register_forward_pre_hook(
-                compare, prepend=True
-            )  # before the hook of fully_shard, which gathers weights
+            model.register_forward_pre_hook(compare, prepend=True)
             model.register_state_dict_pre_hook(compare.before_state_dict)
         elif self.group.size() > 1:
             compare = History(self.group, device)
@@ -194,7 +190,7 @@ def _check_parameters(model: nn.Module) -> None:
 def _has_hooks(parameter: Tensor) -> bool:
     """Return whether the script has registered hooks on a parameter; those of this package follow the new parameters."""
     hooks = [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith("guozhuang.") for hook in hooks)
+    return not all(is_own(hook) for hook in hooks)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
