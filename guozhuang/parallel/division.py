@@ -165,7 +165,8 @@ def whole(tensor: Tensor, division: Division) -> Tensor:
         assert division.dim is not None
         found = spans_of_ranks(division).gathered(found, division.dim, division.group)
     if division.stages is not None and division.owners is not None:
-        found = found.clone() if division.is_owned else found.new_empty(division.shape)
+        dense = torch.contiguous_format  # ranks send memory, not elements
+        found = found.clone(memory_format=dense) if division.is_owned else found.new_empty(division.shape)
         if len(division.owners) < division.stages.size():
             dist.broadcast(found, group=division.stages, group_src=division.owners[0])
     return found

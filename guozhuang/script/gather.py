@@ -13,6 +13,7 @@ from ..errors import MismatchError, UsageError, explain, rank_table
 from ..registry import registry
 from ..world import current
 
+_MOST_DIMS = 64  # as many as PyTorch's operations take
 _DTYPES = sorted({str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)})
 
 
@@ -54,7 +55,7 @@ def all_gather(x: Tensor) -> Tensor:
 def _lengths(x: Tensor) -> list[int]:
     """Return how many rows each rank has, after comparing the rest of their shapes."""
     # Of one size on all ranks, whatever they give: backends differ in what they do where sizes differ.
-    shape = [*x.shape, *[-1] * 7][1:8]
+    shape = [*x.shape, *[-1] * _MOST_DIMS][1:_MOST_DIMS]
     mine = torch.tensor([len(x), x.dim(), _DTYPES.index(str(x.dtype)), *shape], dtype=torch.int64, device=x.device)
     told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(told, mine)
@@ -92,7 +93,7 @@ class _RowsOfAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        summed = gradient * ctx.weight
+        summed = (gradient * ctx.weight).contiguous()  # its strides may be other ones on other ranks
         if summed.numel():
             dist.all_reduce(summed)
         return summed.split(ctx.lengths)[ctx.rank] / ctx.weight, None

@@ -122,9 +122,15 @@ class ThreadGroup(PythonGroup):
         assert len({name for name, _ in found}) == 1, f"ranks call {[name for name, _ in found]}"
         return [given for _, given in found]
 
+    @staticmethod
+    def _sent(tensor: Tensor) -> Tensor:
+        """Return a copy of what a rank gives. Groups of processes send memory, in whatever order elements lie there."""
+        assert tensor.is_contiguous(), f"{tuple(tensor.shape)} has strides {tensor.stride()}: another rank's may differ"
+        return tensor.detach().clone()
+
     def _reduced(self, name: str, tensor: Tensor, op: Any) -> Tensor:
         num_bytes = (1 if name.startswith("reduce") else 2) * (self.size() - 1) * tensor.nbytes / self.size()
-        everyones = self._of_all(f"{name} {tuple(tensor.shape)} {tensor.dtype}", tensor.detach().clone(), num_bytes)
+        everyones = self._of_all(f"{name} {tuple(tensor.shape)} {tensor.dtype}", self._sent(tensor), num_bytes)
         return _combined(everyones, op)
 
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> dist.Work:
@@ -142,18 +148,18 @@ class ThreadGroup(PythonGroup):
         return _Ended(tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        found = self._of_all("broadcast", tensors[0].detach().clone())
+        found = self._of_all("broadcast", self._sent(tensors[0]))
         tensors[0].detach().copy_(found[opts.rootRank])
         return _Ended(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        found = self._of_all("allgather", inputs[0].detach().clone())
+        found = self._of_all("allgather", self._sent(inputs[0]))
         for output, value in zip(outputs[0], found, strict=True):
             output.detach().copy_(value)
         return _Ended(outputs[0])
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        found = self._of_all("all_gather_single", given.detach().clone(), (self.size() - 1) * given.nbytes)
+        found = self._of_all("all_gather_single", self._sent(given), (self.size() - 1) * given.nbytes)
         output.detach().view(-1).copy_(torch.cat([value.reshape(-1) for value in found]))
         return _Ended([output])
 
@@ -165,19 +171,19 @@ class ThreadGroup(PythonGroup):
     def all_to_all_single(
         self, output: Tensor, given: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> dist.Work:
-        rows = given.detach().clone().split(list(in_splits) or [given.shape[0] // self.size()] * self.size())
+        rows = self._sent(given).split(list(in_splits) or [given.shape[0] // self.size()] * self.size())
         found = self._of_all("all_to_all_single", rows, given.nbytes * (self.size() - 1) / self.size())
         output.detach().copy_(torch.cat([parts[self.rank()] for parts in found]).view_as(output))
         return _Ended([output])
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        found = self._of_all("gather", inputs[0].detach().clone())
+        found = self._of_all("gather", self._sent(inputs[0]))
         for output, value in zip(outputs[0] if outputs else [], found, strict=bool(outputs)):
             output.detach().copy_(value)
         return _Ended(outputs[0] if outputs else [])
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        found = self._of_all("scatter", [part.detach().clone() for part in inputs[0]] if inputs else None)
+        found = self._of_all("scatter", [self._sent(part) for part in inputs[0]] if inputs else None)
         outputs[0].detach().copy_(found[opts.rootRank][self.rank()])
         return _Ended(outputs)
 
@@ -186,7 +192,7 @@ class ThreadGroup(PythonGroup):
         return _Ended([])
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
-        self._meeting.queue(self.rank(), peer, tag).put(tensors[0].detach().clone())
+        self._meeting.queue(self.rank(), peer, tag).put(self._sent(tensors[0]))
         return _Ended(tensors)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:

@@ -33,6 +33,17 @@ def values(*shape: int) -> torch.Tensor:
     return torch.sin(torch.arange(1.0, 1 + math.prod(shape))).view(shape)
 
 
+def test_a_stage_sends_elements_in_their_order_and_not_in_that_of_its_memory() -> None:
+    def on_rank(rank: int, size: int) -> None:
+        given = values(2, 3, 4, 5)
+        parameter = nn.Parameter(given.to(memory_format=torch.channels_last))
+        disown(parameter, (1,), dist.group.WORLD)  # type: ignore[arg-type]
+        division = division_of(parameter)
+        assert division is not None and torch.equal(whole(parameter, division), given)
+
+    run_threads(on_rank, 2)
+
+
 def test_parts_and_wholes() -> None:
     def on_rank(rank: int, size: int) -> None:
         axes = make_axes(Layout(pp=2, tp=2))

@@ -1,4 +1,4 @@
-"""``gz.reduce``: metrics of any structure over the ranks, against the formula on all ranks' values; rank zero's output."""
+"""``gz.reduce``: metrics of any structure over the ranks, against the formula; rank zero's output; ``gz.all_gather``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import guozhuang as gz
-from guozhuang.errors import UsageError
+from guozhuang.errors import MismatchError, UsageError
 from tests.threads.ranks import run_threads
 
 FORMULAS: dict[str, Callable[[list[float]], float]] = {
@@ -123,3 +123,20 @@ def test_one_rank_writes(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     assert not gz.rank_zero(), "the launcher tells, before init"
+
+
+def gathers(rank: int, num_ranks: int) -> torch.Tensor:
+    mine = torch.full((2, 3), float(rank), requires_grad=True)
+    weights = torch.arange(6.0 * num_ranks).view(-1, 3) + rank
+    laid_out = weights if rank == 0 else weights.t().contiguous().t()  # equal values in another order of memory
+    gz.all_gather(mine).backward(laid_out)
+    with pytest.raises(MismatchError, match="rows of different shapes"):
+        gz.all_gather(torch.zeros(*[1] * 9, 1 + rank, 2 - rank))
+    assert mine.grad is not None
+    return mine.grad
+
+
+def test_rows_of_all_ranks_take_gradients_of_any_strides() -> None:
+    for rank, gradient in enumerate(run_threads(gathers, 2)):
+        expected = sum(torch.arange(12.0).view(-1, 3) + r for r in range(2))
+        torch.testing.assert_close(gradient, expected[2 * rank : 2 * rank + 2], rtol=0, atol=0)

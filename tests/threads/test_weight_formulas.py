@@ -448,7 +448,7 @@ def case_low_precision_evens_out(rank: int, size: int) -> None:
     exchange, weights = LowPrecisionDecentralized(), initial()
     state = exchange.prepare(list(weights.items()), dist.group.WORLD)
     push(exchange, state, weights, rank, [0])
-    before = weights["weight"].detach().clone()
+    before = weights["weight"].detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(before)
     push(exchange, state, weights, -1, range(1, 60))
     torch.testing.assert_close(weights["weight"].detach(), before / size, rtol=0, atol=0.01)

@@ -236,7 +236,7 @@ def _input_gradients(batch: _Batch, shapes: Sequence[torch.Size], group: dist.Pr
         parts = [each[i] for each in batch.inputs]
         grads = [part.grad if part.grad is not None else torch.zeros_like(part) for part in parts]
         is_cut = len(shape) > 0 and shape[0] == batch.microbatches[0].num_rows
-        joined = torch.cat(grads) if is_cut else torch.stack(grads).sum(0)
+        joined = (torch.cat(grads) if is_cut else torch.stack(grads).sum(0)).contiguous()
         dist.all_reduce(joined, group=group)
         found.append(joined)
     return found
@@ -251,7 +251,7 @@ def _silent(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         before = len(kept)
         both: tuple[Any, Any] = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
         for hooks in both:
-            # Those of this package tell whether they do something.
+            # Those that exchange gradients do so for each part, and tell whether they are idle; the rest comes once.
             own = {key: hook for key, hook in (hooks or {}).items() if not hasattr(hook, "is_idle")}
             if own:
                 kept.append((hooks, own))

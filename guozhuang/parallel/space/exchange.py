@@ -152,7 +152,7 @@ class _Extreme(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         local, found = ctx.saved_tensors
         among = (local == found).to(gradient.dtype)
-        count = ctx.region.combine(among.sum(ctx.dims, keepdim=True))
+        count = ctx.region.combine(among.sum(ctx.dims, keepdim=True).contiguous())
         whole = ctx.region.combine(gradient.clone(memory_format=torch.contiguous_format))
         return among * (whole / count), None, None, None
 
