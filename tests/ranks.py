@@ -242,16 +242,17 @@ def _child(
     os.environ.update({name: value for name, value in wanted.items() if value is not None})
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    exit_code = 0
+    exit_code, store = 0, dist.FileStore(os.path.join(folder, "store"), num_ranks) if backend is not None else None
     try:
-        if backend is not None:
+        if store is not None:
             dist.init_process_group(
                 backend,
-                store=dist.FileStore(os.path.join(folder, "store"), num_ranks),
+                store=store,
                 rank=rank,
                 world_size=num_ranks,
                 timeout=datetime.timedelta(seconds=group_timeout_s),
             )
+            store.set(f"connected/{rank}", "")
         fn, args = pickle.loads(payload)
         answer = pickle.dumps(("result", fn(rank, num_ranks, *args)))
     except BaseException as error:
@@ -261,6 +262,9 @@ def _child(
     sys.stderr.flush()
     sender.send_bytes(answer)
     sender.close()
+    if store is not None and store.check([f"connected/{rank}"]):  # else a rank that still connects would fail
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"connected/{r}" for r in range(num_ranks)], datetime.timedelta(seconds=LIMIT_S))
     if exit_code == 0 and backend is not None and dist.is_initialized():
         dist.destroy_process_group()
     # Past this point nothing of interest happens, and an unfinished collective of a failed rank must not hold it here.
