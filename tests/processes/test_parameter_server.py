@@ -485,6 +485,72 @@ def sees_that_rank_1_is_late() -> None:
     Service._watch = watching  # type: ignore[method-assign]
 
 
+class _Stuck:
+    """What gloo leaves behind of a message of which a part was on its way when the connection broke: it never ends."""
+
+    def wait(self, limit: object) -> None:
+        threading.Event().wait()
+
+
+def gloo_forgets(rank: int, since: threading.Event) -> None:
+    """No message from or to this rank ends, once the event is set. Only what waits for a first byte fails."""
+    send, receive = ServerGroup.send, ServerGroup.receive
+
+    def sent(group: ServerGroup, tensor: Tensor, to: int, tag: int) -> Any:
+        return _Stuck() if to != rank and since.is_set() else send(group, tensor, to, tag)
+
+    def received(group: ServerGroup, tensor: Tensor, source: int, tag: int) -> Any:
+        is_stuck = source != rank and tag >= protocol.REPLY and since.is_set()
+        return _Stuck() if is_stuck else receive(group, tensor, source, tag)
+
+    ServerGroup.send, ServerGroup.receive = sent, received  # type: ignore[method-assign]
+
+
+def loses_within_a_message(rank: int, size: int, count: int) -> tuple[int, str]:
+    lost_ones_are_seen()
+    who, is_broken = (4 if count else 1), threading.Event()
+    gloo_forgets(rank, is_broken)
+    exchange, buckets = ParameterServer(part_bytes=400), filled([1000, 10], rank)
+    state, store = exchange.prepare(buckets, dist.group.WORLD), store_of(dist.group.WORLD)
+
+    def meet(where: str) -> None:
+        store.set(f"{where}/{rank}", "")
+        store.wait([f"{where}/{r}" for r in range(size)], datetime.timedelta(seconds=LIMIT_S))
+
+    for step in range(2):
+        if step == 1:
+            meet("has all answers")
+            is_broken.set()
+        works = [exchange.start(bucket, state, step) for bucket in buckets] if step == 0 or rank != who else []
+        if step == 1:
+            meet("waits for more")
+            if rank == who:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if count and rank == 0:
+                there = requested_servers()
+                assert there is not None
+                connect(there[1], LIMIT_S).set("end/1", "")
+        try:
+            for work in works:
+                work.wait()
+        except PeerLost as error:
+            return error.rank, str(error)
+    return -1, ""
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_who_is_lost_within_a_message_is_named(count: int) -> None:
+    with servers(count, prepare=lost_ones_are_seen) as (env, processes):
+        results = run_ranks(loses_within_a_message, 3, count, env=env, collect_errors=True, group_timeout_s=NEVER_S)
+        for place, process in enumerate(processes):
+            process.join(LIMIT_S)
+            assert process.exitcode == (-9 if place == 1 else 1), "servers end with an error"
+    for rank in (0, 1, 2) if count else (0, 2):
+        assert not isinstance(results[rank], RankError), results[rank].text
+        who, text = results[rank]
+        assert who == (4 if count else 1) and "was waiting for the" in text, results[rank]
+
+
 def loses(rank: int, size: int, what: str) -> tuple[str, int, str]:
     if what != "late":
         lost_ones_are_seen()

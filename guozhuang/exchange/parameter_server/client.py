@@ -8,6 +8,11 @@ arrive while the next parts are sent, so the link is used in both directions.
 sends GOODBYE and, if the workers serve, stays until all workers have sent it, or the limit has passed, because they may still
 need its server. A worker that ends after an error closes all connections, so that the other processes notice at once.
 
+[Note: lifelines] When a connection breaks, gloo fails the receives that wait for their first byte, but not a send or an answer
+of which a part was on its way: these reach the limit of the group. So something always waits for a first byte: a worker that
+serves waits for headers of all others; for a server of its own it waits for the byte that says that the worker has left. Its
+failure ends all requests of all connections, whatever the sending and the receiving threads are stuck in.
+
 Source: parts of a few megabytes and the order of their sending: Peng et al., A Generic Communication Scheduler for Distributed
 DNN Training Acceleration (ByteScheduler), SOSP 2019, https://doi.org/10.1145/3341301.3359642; the load of servers by bytes:
 Jiang et al., A Unified Architecture for Accelerating Distributed DNN Training (BytePS), OSDI 2020.
@@ -38,8 +43,8 @@ from ...groups.subgroups import timeout_s
 from ...net.store import next_part
 from ...world.requests import requested_servers
 from . import protocol
-from .protocol import HEADER, PAYLOAD, REPLY, Announcement, Opcode, ServerGroup, ServerMessage, wire
-from .service import Service, copy_into
+from .protocol import HEADER, LIFELINE, PAYLOAD, REPLY, Announcement, Opcode, ServerGroup, ServerMessage, wire
+from .service import FOR_EVER, Service, copy_into
 
 CREDIT_PARTS = 2
 _CREDIT_MESSAGES = 16  # at most this many messages are being sent at a time; small parts reach this limit
@@ -132,28 +137,46 @@ class PartRequest(SerialWork):
 
 
 class Connection:
-    """Sends requests to one server, with one thread for sending and one for answers.
+    """Sends requests to one server, with one thread for sending and one for answers; see also [Note: lifelines].
 
     Args:
         group: the group of workers and servers, in which this process is a worker.
         server: the number of the server.
         part_bytes: the largest size of a part, in bytes.
         service: the service of this process, if this process is that server itself; else None.
+        everyone: the connections to all servers; this one is added. The failure of one is that of all.
     """
 
-    def __init__(self, group: ServerGroup, server: int, part_bytes: int, service: Service | None) -> None:
+    def __init__(
+        self,
+        group: ServerGroup,
+        server: int,
+        part_bytes: int,
+        service: Service | None,
+        everyone: list[Connection],
+    ) -> None:
         self._group, self._server, self._service, self._part_bytes = group, group.servers[server], service, part_bytes
         self._sender, self._receiver = (SerialThread("guozhuang to server", "message") for _ in range(2))
         self._leaving: collections.deque[tuple[int, list[Any], Tensor | None]] = collections.deque()
-        self._open: set[PartRequest] = set()  # requests that the service of this process has not answered yet
+        self._open: set[PartRequest] = set()  # requests that have not ended
         self._lock = threading.Lock()
         self._failed: BaseException | None = None
         self._has_left = False
+        self._lifeline = SerialThread("guozhuang lifeline")
+        self._everyone = everyone
+        everyone.append(self)
         if service is not None:
             service.when_it_fails(self._service_failed)
+        elif not group.workers_serve:
+            self._lifeline.run(self._hold)
+            self._lifeline.close()
 
     def submit(self, request: PartRequest) -> None:
-        """Queue a request for sending; the most urgent request is sent first."""
+        """Queue a request for sending; the most urgent request is sent first. After a failure it ends at once."""
+        with self._lock:
+            self._open.add(request)
+        if self._failed is not None:
+            self._end(request, self._failed)
         self._sender.run(functools.partial(self._send, request), urgency=request.urgency)
 
     def leave(self) -> None:
@@ -164,9 +187,29 @@ class Connection:
             self._sender.close()
 
     def wait(self, limit_s: float) -> None:
-        """Wait until the sending and the receiving thread have ended, for at most ``limit_s`` seconds each."""
+        """Wait until the threads have ended, for at most ``limit_s`` seconds each."""
         self._sender.join(limit_s)
         self._receiver.join(limit_s)
+        self._lifeline.join(limit_s)
+
+    def _hold(self) -> None:
+        try:
+            self._group.receive(torch.empty(1, dtype=torch.uint8), self._server, LIFELINE).wait(FOR_EVER)
+        except BaseException as error:
+            self._fail(self._doing(), error)
+
+    def _end(self, request: PartRequest, error: BaseException | None = None) -> None:
+        with self._lock:
+            self._open.discard(request)
+        request.end(error)
+
+    def _doing(self) -> str:
+        """Return what this process waits for, of all servers."""
+        for each in self._everyone:
+            with each._lock:
+                if each._open:
+                    return str(min(each._open, key=lambda request: request.urgency).message)
+        return "the other ranks"
 
     def _send(self, request: PartRequest) -> None:
         is_last = request.message.opcode is Opcode.GOODBYE
@@ -178,10 +221,10 @@ class Connection:
                 self._serve(request, self._service)
             else:
                 self._transmit(request, is_last)
-            if is_last:  # GOODBYE has no answer; other requests end when their answers arrive
-                request.end()
+            if is_last:  # the answer to GOODBYE is for another thread; other requests end when their answers arrive
+                self._end(request)
         except BaseException as error:
-            self._fail(str(request.message), error, request)
+            self._fail(str(request.message), error)
         finally:
             if is_last:
                 self._receiver.close()
@@ -206,9 +249,9 @@ class Connection:
     def _receive(self, request: PartRequest, answer: Any) -> None:
         try:
             answer.wait(self._group.limit)
-            request.end()
+            self._end(request)
         except BaseException as error:
-            self._fail(str(request.message), error, request)
+            self._fail(str(request.message), error)
 
     def _serve(self, request: PartRequest, service: Service) -> None:
         if request.message.opcode is Opcode.GOODBYE:
@@ -219,32 +262,26 @@ class Connection:
 
         def reply(answer: Tensor) -> Callable[[], object]:
             has_left = copy(answer)
-            with self._lock:
-                self._open.discard(request)
-            request.end()
+            self._end(request)
             return has_left
 
-        with self._lock:
-            self._open.add(request)
         service.parts.take(self._group.rank, request.message, request.payload, True, reply)
 
     def _service_failed(self, text: str) -> None:
-        with self._lock:
-            doing = next((str(request.message) for request in self._open), "the other ranks")
-        self._fail(doing, RuntimeError(text), None)
+        self._fail(self._doing(), RuntimeError(text))
 
-    def _fail(self, doing: str, error: BaseException, request: PartRequest | None) -> None:
-        """End ``request``, unanswered requests to this process's own service, and all later requests with the first error."""
+    def _fail(self, doing: str, error: BaseException) -> None:
+        """End all requests of all connections, and all later ones, with the first error."""
         if self._failed is None and isinstance(error, RuntimeError) and not isinstance(error, WorldError):
             error = self._group.error_of(self._server, doing, error)
         elif self._failed is None:
             self._group.abort(None, f"{self._group.names[self._group.rank]} failed: {error}")
-        with self._lock:
-            self._failed = self._failed or error
-            ended = [*self._open, *([request] if request is not None else [])]
-            self._open.clear()
-        for each in ended:
-            each.end(self._failed)
+        for each in self._everyone:
+            with each._lock:
+                each._failed = each._failed or error
+                ended, first = list(each._open), each._failed
+            for request in ended:
+                each._end(request, first)
 
 
 class ServerClient:
@@ -272,8 +309,7 @@ class ServerClient:
             return
         service = Service(found) if found.workers_serve else None
         for number, rank in enumerate(found.servers):
-            own = service if rank == found.rank else None
-            self.connections.append(Connection(found, number, part_bytes, own))
+            Connection(found, number, part_bytes, service if rank == found.rank else None, self.connections)
         ending = _Ending(found, self.connections, service)
         self._finalizer = weakref.finalize(self, ending.in_background)
         self._finalizer.atexit = False

@@ -3,7 +3,7 @@
 [Note: messages] A worker sends a header with tag ``HEADER``, and its payload, if it has one, with tag ``PAYLOAD``; gloo keeps
 the order of messages of one tag between two processes, so the n-th payload belongs to the n-th header that announces one.
 The answer to a message about part i has tag ``REPLY + i``, and the worker posts the receive before it sends the message, so
-answers may arrive in any order and none blocks another one.
+answers may arrive in any order and none blocks another one. A server of its own answers GOODBYE by a byte of tag ``LIFELINE``.
 
 [Note: numbers of steps] A worker counts its steps from the last ``agree`` of all workers, and sends this number with its
 changes, the same for all parts of a step. If each part counted messages by itself, parts could disagree about how far a worker
@@ -42,7 +42,7 @@ from ...net.store import loopback_address
 from ...watch.processes import Process, node_identity, this_process
 from ...world.requests import requested_secret
 
-HEADER, PAYLOAD, REPLY = 0, 1, 2
+HEADER, PAYLOAD, LIFELINE, REPLY = 0, 1, 2, 3
 _WORDS = 6
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -61,7 +61,7 @@ class Opcode(enum.IntEnum):
     SEED = 2  # set the weights to those of worker 0; answered with them when all workers have sent this
     DELTA = 3  # add the payload to the weights at once; answered with them when slower workers are near enough
     AGREE = 4  # add the payload to the weights; answered with them when all workers have sent this
-    GOODBYE = 5  # this worker will send no more messages; not answered
+    GOODBYE = 5  # this worker will send no more messages; answered by servers of their own, with one byte
     REST = 6  # this worker will make no step for a while; answered with the weights at once
     JOIN = 7  # this worker makes steps again after REST; answered at once with the slowest worker's step number, int64
 

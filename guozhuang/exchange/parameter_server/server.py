@@ -54,7 +54,7 @@ class _ServedGroup:
             self.failed = True
             return
         service = Service(group, says=True)
-        service.wait()
+        service.wait_until_over()
         group.close()
         self.failed = bool(service.failed)
 

@@ -26,10 +26,11 @@ from torch import Tensor
 
 from ...errors import MismatchError, WorldError, explain
 from ...groups.serial import SerialThread
-from .protocol import HEADER, PAYLOAD, REPLY, Opcode, ServerGroup, ServerMessage, empty_header, how_lost, wire
+from .protocol import HEADER, LIFELINE, PAYLOAD, REPLY, Opcode, ServerGroup, ServerMessage, empty_header, how_lost, wire
 
-_FOR_EVER = timedelta(days=3650)
+FOR_EVER = timedelta(days=3650)
 _WATCH_S = 0.5
+_STUCK_S = 5.0  # how long threads may take to end after a failure: [Note: lifelines] in client.py
 _SHARE_OF_LIMIT = 0.9  # share of the time-out after which the server names late workers, before other workers time out
 _log = logging.getLogger("guozhuang")
 
@@ -350,6 +351,11 @@ class Service:
         left = [t.join(None if deadline is None else max(0.0, deadline - time.monotonic())) for t in self._threads]
         return all(left)
 
+    def wait_until_over(self) -> None:
+        """Wait until all workers have left or the service has failed; then for its threads, unless they are stuck."""
+        self._over.wait()
+        self.wait(_STUCK_S if self.failed else None)
+
     def end(self, limit_s: float) -> None:
         """Wait, in a worker that serves, until all workers have left; warn if they do not within ``limit_s`` seconds."""
         if not self.wait(limit_s):
@@ -372,7 +378,7 @@ class Service:
         try:
             while message is None or message.opcode is not Opcode.GOODBYE:
                 header = empty_header()
-                group.receive(header, worker, HEADER).wait(_FOR_EVER)
+                group.receive(header, worker, HEADER).wait(FOR_EVER)
                 message, payload, work = ServerMessage.decode(header), None, None
                 if message.has_payload:
                     payload = torch.empty(message.num_elements, dtype=message.dtype)
@@ -388,6 +394,9 @@ class Service:
         if self._over.is_set():
             return
         if message.opcode is Opcode.GOODBYE:
+            if not self._group.workers_serve:
+                with contextlib.suppress(RuntimeError):  # it may be gone already
+                    self._group.send(torch.zeros(1, dtype=torch.uint8), worker, LIFELINE).wait(self._group.limit)
             self.leave(worker)
             return
         try:
