@@ -152,6 +152,7 @@ class Heartbeat:
         self._texts: set[str] = set()
         # The exception of a collective because of which this rank leaves; the main thread sets it in ``stop``.
         self._error: BaseException | None = None
+        self._dead_thread = ""
         self._is_cause_reported = threading.Event()
         self._guarding = self._thread("guard", self._guard)
         self._line = self._thread("store", self._use_store)
@@ -192,6 +193,10 @@ class Heartbeat:
             # Wait without a limit for a thread that ends this process; the main thread may be here because another rank ended.
             # Any other thread is abandoned if the store blocks it: it is a daemon thread, and does no harm.
             thread.join(None if self._is_ending else 0.0 if self._is_cut_off else _JOIN_S)
+
+    def note_dead_thread(self, name: str, error: BaseException) -> None:
+        """Tell the other ranks that an exception ended a thread of this one, for whose work they may wait. Any thread."""
+        self._dead_thread = f"thread {name!r} ended with {in_words(error)}"
 
     def lost(self) -> Sequence[int]:
         """Return the ranks that are known to be lost; where this rank is cut off, the one that keeps the store."""
@@ -380,6 +385,7 @@ class Heartbeat:
             stacks_answered=self._stacks_answered,
             process_states=look_at_neighbours(status, self._me.node, self.rank) if status is not None else {},
             trouble=in_words(error) if error is not None else "",
+            dead_thread=self._dead_thread,
             left=self._leave_reason,
             released_store=self._closing,
             **(registry.own_time.fields(clock_s) if registry.own_time is not None else {}),

@@ -124,6 +124,7 @@ class Beat:
         stacks_answered: number of the last request for stacks that the rank has answered.
         process_states: the states of the processes on its node that the watcher asked for, by rank.
         trouble: the exception that a collective raised; the rank is about to end because of it.
+        dead_thread: the last of its other threads that an exception ended, with that exception; "" if there is none.
         left: None while the rank runs; "" if it left as planned; else the exception that ended it.
         released_store: the rank has read that the store closes, and sends it no more requests.
         host: the name of its host, once it tells its own time.
@@ -142,6 +143,7 @@ class Beat:
     stacks_answered: int = 0
     process_states: Mapping[int, str] = field(default_factory=dict)
     trouble: str = ""
+    dead_thread: str = ""
     left: str | None = None
     released_store: bool = False
     host: str = ""

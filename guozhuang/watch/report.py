@@ -54,6 +54,12 @@ def trouble(troubled: Mapping[int, str], held_up: str) -> str:
     return "\n".join(filter(None, [*_first(lines), held_up]))
 
 
+def dead_threads(judge: Judge) -> str:
+    """Return one line per rank of which an exception has ended a thread: what it was to do may be what others wait for."""
+    dead = {rank: beat.dead_thread for rank, beat in judge.beats().items() if beat.dead_thread}
+    return "\n".join(_first([f"{ranks_text(ranks)}: {text}" for ranks, text in merged(dead)]))
+
+
 def is_mismatch(troubled: Mapping[int, str]) -> bool:
     """Return whether a collective failed because ranks made different calls: its error then names each rank's call.
 

@@ -213,6 +213,7 @@ class Watcher:
             texts.hang(judge, lost, clock_s, held_up) if hangs else "",
             texts.losses(lost if hangs else new, self._size),
             texts.trouble(troubled, held_up) if troubled and not hangs else "",
+            texts.dead_threads(judge),
             texts.table(judge, lost, clock_s),
             texts.last_line(hangs, judge.hang_timeout_s) if hangs or new else "",
         ]

@@ -19,12 +19,12 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from guozhuang.errors import UsageError, WorldError, explain
+from guozhuang.errors import UsageError, explain
 from guozhuang.net.meeting_point import MeetingPoint, PortSequence
 from guozhuang.registry import registry
 from guozhuang.watch.processes import wait_for_threads
@@ -39,6 +39,7 @@ from guozhuang.world.versions import default_store, newer_than_tried
 if TYPE_CHECKING:
     from guozhuang.net.meet import WorldStore
     from guozhuang.watch.heartbeat import Heartbeat
+    from guozhuang.watch.uncaught import UncaughtErrors
 
 DEFAULT_TIMEOUT_S = 600.0
 FAKE = "fake world"  # the launcher of a world of which one process plays a rank, and nobody the others
@@ -61,6 +62,7 @@ class _Session:
         met_at: the meeting point of ``meeting``.
         generation: how many worlds were entered through ``meeting``.
         heartbeat: the heartbeat of this rank, which must stop before the group is destroyed.
+        uncaught: shows the uncaught errors of this rank, together with the heartbeat.
         before_leaving: functions that ``shutdown`` calls before it destroys the group.
         process: number of the process that entered the world; a forked child is no rank.
     """
@@ -74,6 +76,7 @@ class _Session:
     met_at: MeetingPoint | PortSequence | None = None
     generation: int = 0
     heartbeat: Heartbeat | None = None
+    uncaught: UncaughtErrors | None = None
     before_leaving: list[Callable[[], None]] = field(default_factory=list)
     process: int = 0
 
@@ -225,7 +228,10 @@ def _start_heartbeat(
         behind_door=behind_door,
         error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
     )
-    sys.excepthook = functools.partial(_show_error, sys.excepthook)
+    if _session.heartbeat is not None:
+        from guozhuang.watch.uncaught import UncaughtErrors
+
+        _session.uncaught = UncaughtErrors(_session.heartbeat, _stop_heartbeat)
 
 
 def _stop_heartbeat(error: BaseException | None = None) -> None:
@@ -234,22 +240,11 @@ def _stop_heartbeat(error: BaseException | None = None) -> None:
         running.stop(error)
 
 
-def _show_error(show: Callable[..., None], kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Show an uncaught error of gloo as one sentence, below Python's own frames; and others as they are, by ``show``."""
-    running = _session.heartbeat
-    if running is not None:
-        from guozhuang.watch import report, stacks
-
-        if stacks.is_of_gloo(error):
-            _stop_heartbeat(error)  # it waits for the report of the ranks that are lost
-            kind, error = WorldError, report.in_a_sentence(error, running.rank, running.lost())
-    show(kind, error, trace)
-
-
 def _forget() -> None:
     _stop_heartbeat()
-    if isinstance(sys.excepthook, functools.partial) and sys.excepthook.func is _show_error:
-        sys.excepthook = sys.excepthook.args[0]
+    if _session.uncaught is not None:
+        _session.uncaught.leave_alone()
+        _session.uncaught = None
     _restore_interfaces()
     _session.world = registry.data_share = registry.own_time = registry.shares = None
     _session.made_group = False

@@ -23,13 +23,14 @@ from guozhuang.watch import heartbeat
 from guozhuang.watch.heartbeat import Heartbeat
 from guozhuang.watch.judge import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
 from guozhuang.watch.pace import OwnTime
-from guozhuang.watch.report import hang, held_up_by, last_line, losses, sentence, table, trouble
+from guozhuang.watch.report import dead_threads, hang, held_up_by, last_line, losses, sentence, table, trouble
 from guozhuang.watch.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, stacks_text
+from guozhuang.watch.uncaught import UncaughtErrors
 from guozhuang.watch.watcher import Watcher, WatcherStatus, look_at_neighbours
-from guozhuang.world import session
 from tests.waiting import LIMIT_S, NEVER_S, until
 
 LIMITS = Limits.of(1.0)
+NEVER_CALLED: Any = None
 
 
 def beat(count: int, **more: Any) -> Beat:
@@ -398,12 +399,11 @@ def test_an_uncaught_error_of_gloo_is_a_sentence_that_names_who_is_lost(monkeypa
     ):
         one = made_heart(dist.HashStore())
         one._status = WatcherStatus(1, 0, lost=lost)
-        monkeypatch.setattr(one, "stop", stopped.append)
-        monkeypatch.setattr(session._session, "heartbeat", one)
+        monkeypatch.setattr(sys, "excepthook", lambda kind, error, _: shown.append(f"{kind.__name__}: {error}"))
+        shows = UncaughtErrors(one, stopped.append)
         for error in (uncaught, ValueError("boom")):
-            session._show_error(
-                lambda kind, error, _: shown.append(f"{kind.__name__}: {error}"), type(error), error, None
-            )
+            sys.excepthook(type(error), error, None)
+        shows.leave_alone()
         told, other = shown[-2:]
         assert told.startswith("WorldError: [rank 0] a collective failed: Connection reset by peer") and rest in told
         assert other == "ValueError: boom"
@@ -416,10 +416,34 @@ def test_an_uncaught_error_of_gloo_is_a_sentence_that_names_who_is_lost(monkeypa
     assert stopped == [uncaught, uncaught], "it waits for the report first"
     uncaught.__context__ = ValueError("the loss is wrong")
     uncaught.add_note("in epoch 3")
-    session._show_error(
-        lambda kind, error, _: shown.append("".join(traceback.format_exception(error))), type(uncaught), uncaught, None
+    monkeypatch.setattr(
+        sys, "excepthook", lambda _, error, __: shown.append("".join(traceback.format_exception(error)))
     )
+    shows = UncaughtErrors(one, stopped.append)
+    shows.show(type(uncaught), uncaught, None)
+    shows.leave_alone()
     assert "ValueError: the loss is wrong" in shown[-1] and shown[-1].endswith("in epoch 3\n")
+
+
+def test_a_thread_that_an_exception_ended_is_named_in_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda ended: shown.append(str(ended.exc_value)))
+    before, one = threading.excepthook, made_heart(dist.HashStore())
+    shows = UncaughtErrors(one, NEVER_CALLED)
+    for error in (ValueError("no more rows"), SystemExit(3)):
+
+        def work(error: BaseException = error) -> None:
+            raise error
+
+        thread = threading.Thread(target=work, name="feeder")
+        thread.start()
+        thread.join(LIMIT_S)
+    shows.leave_alone()
+    assert threading.excepthook is before and shown == ["no more rows", "3"]
+    assert one._dead_thread == "thread 'feeder' ended with ValueError: no more rows"
+    made = Made(3).run(1, dead_thread=lambda rank, _: one._dead_thread if rank == 1 else "")
+    assert dead_threads(made.judge) == "rank 1: thread 'feeder' ended with ValueError: no more rows"
+    assert dead_threads(Made(3).run(1).judge) == ""
 
 
 def test_nobody_waits_for_a_report_that_came_before() -> None:
