@@ -44,7 +44,7 @@ import torch.distributed as dist
 from guozhuang.errors import UsageError, explain
 from guozhuang.net.store import innermost
 from guozhuang.registry import registry
-from guozhuang.watch import stacks
+from guozhuang.watch import afterwards, stacks
 from guozhuang.watch.judge import AwakeClock, Beat, Judge, Limits
 from guozhuang.watch.processes import GONE, SEE_EACH_OTHER, node_identity, state_of, this_process
 from guozhuang.watch.report import EXIT_CODE, end, in_words
@@ -104,6 +104,7 @@ def start(
     prefixed: Any = dist.PrefixStore("heartbeat", store)
     own = prefixed.clone()  # a connection that only one thread uses: see [Note: two threads]
     own.set_timeout(timedelta(seconds=limits.lost_s))
+    afterwards.stop()
     running = Heartbeat(own, rank, size, hang_timeout_s, limits, keeps_store, error_file)
     running.start()
     return running
@@ -193,6 +194,8 @@ class Heartbeat:
             # Wait without a limit for a thread that ends this process; the main thread may be here because another rank ended.
             # Any other thread is abandoned if the store blocks it: it is a daemon thread, and does no harm.
             thread.join(None if self._is_ending else 0.0 if self._is_cut_off else _JOIN_S)
+        if error is None and self._hang_timeout_s is not None:
+            afterwards.start(self.rank, self._hang_timeout_s, self._error_file)
 
     def note_dead_thread(self, name: str, error: BaseException) -> None:
         """Tell the other ranks that an exception ended a thread of this one, for whose work they may wait. Any thread."""

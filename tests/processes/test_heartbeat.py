@@ -232,7 +232,8 @@ def test_a_long_time_without_collectives_is_no_hang_while_nobody_stands_still(tm
 def test_after_a_good_end_nothing_is_said_and_nothing_left(tmp_path: Path, kept_by: str) -> None:
     for each in ranks(tmp_path, "none", -1, 5.0, kept_by=kept_by):
         assert each.code == 0, each.text
-        assert re.fullmatch(r"PID \d+\nLEFT \[\] \d\.\d+\n", each.text), each.text
+        watched = "'guozhuang heartbeat afterwards'"  # until the process ends
+        assert re.fullmatch(rf"PID \d+\nLEFT \[{watched}\] \d\.\d+\n", each.text), each.text
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])

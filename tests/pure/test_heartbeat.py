@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.units import merged, ranks_text
-from guozhuang.watch import heartbeat
+from guozhuang.watch import afterwards, heartbeat
 from guozhuang.watch.heartbeat import Heartbeat
 from guozhuang.watch.judge import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
 from guozhuang.watch.pace import OwnTime
@@ -27,7 +27,7 @@ from guozhuang.watch.report import dead_threads, hang, held_up_by, last_line, lo
 from guozhuang.watch.stacks import MAX_STACK_BYTES, MainThread, is_of_a_collective, stacks_text
 from guozhuang.watch.uncaught import UncaughtErrors
 from guozhuang.watch.watcher import Watcher, WatcherStatus, look_at_neighbours
-from tests.waiting import LIMIT_S, NEVER_S, until
+from tests.waiting import EXPIRES_S, LIMIT_S, NEVER_S, remaining, until
 
 LIMITS = Limits.of(1.0)
 NEVER_CALLED: Any = None
@@ -444,6 +444,27 @@ def test_a_thread_that_an_exception_ended_is_named_in_reports(monkeypatch: pytes
     made = Made(3).run(1, dead_thread=lambda rank, _: one._dead_thread if rank == 1 else "")
     assert dead_threads(made.judge) == "rank 1: thread 'feeder' ended with ValueError: no more rows"
     assert dead_threads(Made(3).run(1).judge) == ""
+
+
+def test_a_main_thread_that_stands_after_the_end_of_the_world_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    is_told = threading.Event()
+
+    def end(*given: Any) -> None:
+        told.append(given)
+        afterwards.stop()
+        is_told.set()
+
+    monkeypatch.setattr(afterwards, "end", end)
+    afterwards.start(3, EXPIRES_S, "errors.json")
+    assert is_told.wait(LIMIT_S)  # and so stands here
+    [(text, wait_s, hang, error_file)] = told
+    assert "rank 3 has left the world, and does not end: it stands at wait, called in" in hang and hang in text
+    assert f"(twice --hang-timeout {EXPIRES_S:g})" in text and "MainThread:" in text
+    assert (wait_s, error_file) == (0.0, "errors.json")
+    afterwards.start(3, NEVER_S, "")
+    afterwards.stop()  # it enters a world again
+    assert not remaining(lambda: [each.name for each in threading.enumerate() if "afterwards" in each.name])
 
 
 def test_nobody_waits_for_a_report_that_came_before() -> None:
