@@ -361,6 +361,13 @@ def _check(
                 fix="make the optimizer from the parameters of the very model you hand over",
             )
         )
+    bags = nn.Embedding | nn.EmbeddingBag
+    limited = [name for name, part in model.named_modules() if isinstance(part, bags) and part.max_norm is not None]
+    has_shares = world.layout.dp > 1 or (chosen.name == "dp" and num_replicas != 1)
+    if limited and has_shares and chosen.exact:
+        what = "an embedding with max_norm changes its weights in forward, each rank those of the rows that it looks up"
+        fix = "leave max_norm out, and limit all rows after each step: with torch.no_grad(): weight.renorm_(2, 0, max_norm)"
+        raise UsageError(explain(what, value=", ".join(limited), rank=world.rank, fix=fix))
 
 
 def check_bucket_cap(chosen: Strategy, cap_mb: float) -> None:

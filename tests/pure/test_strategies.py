@@ -129,6 +129,34 @@ def test_a_wrapped_or_frozen_model_is_refused() -> None:
         gz.prepare(model, optimizer, "single")
 
 
+class LimitedRows(nn.Module):
+    def __init__(self, max_norm: float | None) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(5, 3, max_norm=max_norm)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.table(ids)
+        return found
+
+
+@pytest.mark.parametrize("world", [PAIR], indirect=True)
+@pytest.mark.parametrize("name", ["ddp", "sharded", "sharded-weights", "parameter-server", "horovod"])
+@pytest.mark.usefixtures("world")
+def test_weights_that_each_rank_would_limit_by_its_own_rows_are_refused(name: str) -> None:
+    model = LimitedRows(1.0)
+    with pytest.raises(UsageError, match=r"max_norm changes its weights in forward.*table.*renorm_"):
+        gz.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), name)
+
+
+@pytest.mark.usefixtures("world")
+def test_weights_that_change_in_a_forward_are_right_in_one_process_without_replicas() -> None:
+    for max_norm, name, count in ((1.0, "single", None), (1.0, "dp", 1), (None, "dp", 2)):
+        model = LimitedRows(max_norm)
+        gz.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), name, num_replicas=count)
+    with pytest.raises(UsageError, match="max_norm"):
+        gz.prepare(model := LimitedRows(1.0), torch.optim.SGD(model.parameters(), lr=0.1), "dp")
+
+
 @pytest.mark.parametrize(("name", "count"), [("single", 2), ("dp", 0)])
 @pytest.mark.usefixtures("world")
 def test_a_count_of_replicas_that_cannot_work_is_refused(name: str, count: int) -> None:
