@@ -53,7 +53,8 @@ _log = logging.getLogger("guozhuang")
 
 _SKIP = (
     "make every step on every rank: let all ranks skip a batch if one does, as by "
-    "`if gz.reduce(float(loss.isnan()), 'max'): continue`; what one rank computes alone goes under torch.no_grad()"
+    "`if gz.reduce(float(loss.isnan()), 'max'): continue`; what one rank computes alone goes under torch.no_grad(); an "
+    "optimizer that decides by the loss of its closure, as LBFGS, needs gz.prepare, which gives it the mean of all ranks"
 )
 _RATES = "give schedulers the same numbers on every rank, as by scheduler.step(gz.reduce(loss))"
 _WEIGHTS = (

@@ -276,6 +276,16 @@ def by_own_gradients(model: Any, optimizer: Any, mine: Mine) -> None:
         optimizer.zero_grad()
 
 
+class LimitedRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(9, 4, max_norm=0.5), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.out(self.table((x[:, 0].abs() * 4).long().clamp(max=8)) * x)
+        return found
+
+
 def by_replacing(model: Any, optimizer: Any, mine: Mine) -> None:
     plainly(model, optimizer, mine)
     gz.unwrap(model).out = nn.Linear(4, 4).double()
@@ -326,6 +336,7 @@ HABITS: dict[str, Habit] = {
     "a penalty on the weights in the loss": Habit(Net, by_norm_in_loss),
     "a gradient penalty (`create_graph=True`)": Habit(Net, by_penalty),
     "`torch.autograd.grad` for the parameters": Habit(Net, by_own_gradients),
+    "an embedding with `max_norm`": Habit(LimitedRows, plainly),
     "`gz.accumulate`, the last window shorter": Habit(Net, by_windows(True)),
     "a step inside of a window": Habit(Net, by_windows(False)),
     "`torch.nn.utils.clip_grad_norm_`": Habit(Net, changing(lambda m, ps: nn.utils.clip_grad_norm_(ps, 0.05))),
@@ -336,6 +347,9 @@ HABITS: dict[str, Habit] = {
     "hooks that limit a gradient": Habit(Net, plainly, sgd, hooks(lambda g: g.clamp(-1e-3, 1e-3))),
     "an optimizer stepped in hooks": Habit(Net, plainly, sgd, step_in_hooks),
     "LBFGS": Habit(Net, by_closure, lambda m: torch.optim.LBFGS(m.parameters(), max_iter=4)),
+    "LBFGS with `strong_wolfe`": Habit(
+        Net, by_closure, lambda m: torch.optim.LBFGS(m.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+    ),
     "an own optimizer with a norm of all gradients": Habit(Net, by_climbing, lambda m: Climber(m.parameters(), lr=0.1)),
     "an average of weights by `copy.deepcopy`": Habit(Net, by_averages(copy.deepcopy, lerp)),
     "`AveragedModel`": Habit(

@@ -33,6 +33,8 @@ INSTEAD = {
     r"step after loss\.backward\(\) and not in a hook": "step after backward",
     r"LBFGS.*train with the strategy ddp": "use `ddp`",
     r"is not known to act element by element": "declare it, or `ddp`",
+    r"as LBFGS, needs gz\.prepare": "use `gz.prepare`",
+    r"weight\.renorm_\(2, 0, max_norm\)": "limit rows after the step",
     r"find_unused_parameters=True": "`find_unused_parameters`",
 }
 #: Where the class does as PyTorch's and says so, since scripts that work with PyTorch's shall go on.
@@ -82,7 +84,7 @@ def cell(habit: str, column: str, alone: dict[str, Tensor]) -> str:
         for words, instead in INSTEAD.items():
             if any(re.search(words, text, re.S) for text in both):
                 return instead
-    if column == "the class" and both == [WARNED] * 2:
+    if column == "the class" and WARNED in both and set(both) <= {WARNED, "other numbers"}:  # one rank says it for all
         return WARNED
     return f"?? {both}"
 
