@@ -110,7 +110,7 @@ class ScriptHooks:
         has_called, was_local, has_averaged = (a != b for a, b in zip(now, before, strict=True))
         if not self._sees_passes or not has_called or was_local or has_averaged:
             return
-        if all(p.grad is None for p in (first, *own)):
+        if not any(_has_gradient(p) for p in (first, *own)):
             return
         what = "optimizer.step() came with gradients of no backward of this model, so they are this rank's own"
         fix = (
@@ -169,7 +169,7 @@ class _Tried:
         before = gradient.detach().clone()
         given = self._hook(gradient)
         result = gradient if given is None else given
-        if torch.equal(result, before) or _keeps_odd(before, result):  # the latter says nothing: the next gradient will
+        if torch.equal(result, before) or self._passes_odd(before, result):  # the latter is to be tried again
             return given
         if self._key in self._hooks:  # it has not removed itself
             self._hooks[self._key] = self._hook
@@ -177,6 +177,16 @@ class _Tried:
         if not self._is_additive(before, result.detach().clone()):
             owner.refuse_hook(self._name)
         return given
+
+    def _passes_odd(self, before: Tensor, after: Tensor) -> bool:
+        """Return whether a gradient has infinities or NaN, as after an overflow, which the hook keeps or masks."""
+        odd = ~before.isfinite()
+        if before.shape != after.shape or not bool(odd.any()):
+            return False
+        changed = odd & after.isfinite()
+        if not bool(changed.any()):
+            return True
+        return not bool(after[changed].any()) and not bool(self._result(torch.ones_like(before))[changed].any())
 
     def _is_additive(self, first: Tensor, of_first: Tensor) -> bool:
         if not bool(first.isfinite().all()):  # and it made numbers of some of these, which are in the average too
@@ -199,10 +209,11 @@ class _Tried:
         return _itself, (self._hook,)
 
 
-def _keeps_odd(before: Tensor, after: Tensor) -> bool:
-    """Return whether a gradient has infinities or NaN, as after an overflow, and a hook has left all of them such values."""
-    odd = ~before.isfinite()
-    return bool(odd.any()) and before.shape == after.shape and not bool((odd & after.isfinite()).any())
+def _has_gradient(parameter: Tensor) -> bool:
+    gradient = parameter.grad
+    if gradient is None or gradient.layout != torch.strided:
+        return gradient is not None
+    return bool(gradient.any())  # zeros are what zero_grad may leave
 
 
 def _itself(hook: Any) -> Any:

@@ -104,7 +104,6 @@ def start(
     prefixed: Any = dist.PrefixStore("heartbeat", store)
     own = prefixed.clone()  # a connection that only one thread uses: see [Note: two threads]
     own.set_timeout(timedelta(seconds=limits.lost_s))
-    afterwards.stop()
     running = Heartbeat(own, rank, size, hang_timeout_s, limits, keeps_store, error_file)
     running.start()
     return running

@@ -230,7 +230,11 @@ def _write_error_file(path: str, text: str, hang: str) -> None:
 
 def _within(limit_s: float, do: Callable[[], None]) -> bool:
     thread = threading.Thread(target=do, name=f"{OWN_THREADS} last words", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends: no thread can start any more
+        do()
+        return True
     thread.join(limit_s)
     return not thread.is_alive()
 

@@ -23,12 +23,13 @@ class UncaughtErrors:
     """
 
     def __init__(self, heartbeat: Heartbeat, stop: Callable[[BaseException], None]) -> None:
-        self._heartbeat, self._stop = heartbeat, stop
+        self._heartbeat, self._stop, self._is_over = heartbeat, stop, False
         self._show, self._show_of_thread = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = self.show, self.show_of_thread
 
     def leave_alone(self) -> None:
-        """Put back what showed errors before, unless the script has put something else in the place since."""
+        """Put back what showed errors before; where the script has put something else in the place since, pass errors on."""
+        self._is_over = True
         if sys.excepthook == self.show:
             sys.excepthook = self._show
         if threading.excepthook == self.show_of_thread:
@@ -38,14 +39,14 @@ class UncaughtErrors:
         """Show an error of gloo as one sentence, below Python's own frames; and others as they are."""
         from guozhuang.watch import report, stacks
 
-        if stacks.is_of_gloo(error):
+        if not self._is_over and stacks.is_of_gloo(error):
             self._stop(error)
             kind, error = WorldError, report.in_a_sentence(error, self._heartbeat.rank, self._heartbeat.lost())
         self._show(kind, error, trace)
 
     def show_of_thread(self, ended: threading.ExceptHookArgs) -> None:
         """Show the error that ended a thread, and have reports name the two: other ranks may wait for that thread's work."""
-        if ended.exc_value is not None and not isinstance(ended.exc_value, SystemExit):
+        if not self._is_over and ended.exc_value is not None and not isinstance(ended.exc_value, SystemExit):
             name = ended.thread.name if ended.thread is not None else "?"
             self._heartbeat.note_dead_thread(name, ended.exc_value)
         self._show_of_thread(ended)

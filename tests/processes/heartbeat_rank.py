@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.utils.data
 
 import guozhuang  # noqa: F401 - registers "shm"
-from guozhuang.watch import heartbeat
+from guozhuang.watch import afterwards, heartbeat
 from guozhuang.watch.judge import Beat, Limits
 from tests.waiting import LIMIT_S, until
 
@@ -140,6 +140,7 @@ def raises() -> None:
 
 def leaves_early() -> None:
     RUNNING[0].stop()
+    afterwards.stop()  # it is to stand there until the others have ended
     time.sleep(1000)
 
 

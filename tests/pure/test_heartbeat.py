@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from guozhuang.errors import UsageError, WorldError
 from guozhuang.units import merged, ranks_text
-from guozhuang.watch import afterwards, heartbeat
+from guozhuang.watch import afterwards, heartbeat, report
 from guozhuang.watch.heartbeat import Heartbeat
 from guozhuang.watch.judge import GONE, STOPPED, AwakeClock, Beat, Judge, Limits
 from guozhuang.watch.pace import OwnTime
@@ -444,6 +444,8 @@ def test_a_thread_that_an_exception_ended_is_named_in_reports(monkeypatch: pytes
     made = Made(3).run(1, dead_thread=lambda rank, _: one._dead_thread if rank == 1 else "")
     assert dead_threads(made.judge) == "rank 1: thread 'feeder' ended with ValueError: no more rows"
     assert dead_threads(Made(3).run(1).judge) == ""
+    shows.show_of_thread(threading.ExceptHookArgs((ValueError, ValueError("later"), None, thread)))
+    assert shown[-1] == "later" and "later" not in one._dead_thread  # where the script goes on calling it
 
 
 def test_a_main_thread_that_stands_after_the_end_of_the_world_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,15 +458,24 @@ def test_a_main_thread_that_stands_after_the_end_of_the_world_is_ended(monkeypat
         is_told.set()
 
     monkeypatch.setattr(afterwards, "end", end)
+    monkeypatch.setattr(afterwards, "_MORE_S", 0.0)
     afterwards.start(3, EXPIRES_S, "errors.json")
     assert is_told.wait(LIMIT_S)  # and so stands here
     [(text, wait_s, hang, error_file)] = told
     assert "rank 3 has left the world, and does not end: it stands at wait, called in" in hang and hang in text
-    assert f"(twice --hang-timeout {EXPIRES_S:g})" in text and "MainThread:" in text
+    assert f"(--hang-timeout {EXPIRES_S:g})" in text and "MainThread:" in text
     assert (wait_s, error_file) == (0.0, "errors.json")
     afterwards.start(3, NEVER_S, "")
     afterwards.stop()  # it enters a world again
     assert not remaining(lambda: [each.name for each in threading.enumerate() if "afterwards" in each.name])
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    afterwards.start(3, NEVER_S, "")  # the rest of what leaves the world goes on
+    said: list[str] = []
+    assert report._within(LIMIT_S, lambda: said.append("last words")) and said == ["last words"]
 
 
 def test_nobody_waits_for_a_report_that_came_before() -> None:

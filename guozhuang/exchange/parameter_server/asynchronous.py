@@ -29,7 +29,8 @@ from ...errors import UsageError, explain
 from ...weights.flat import FlatWeights, Named
 from ..numbers import is_finite, some_of
 from ..weights import WeightExchange
-from .client import PartRequest, ServedPart, ServerClient, check_numbers, cut, on_cpu, traffic
+from .client import PartRequest, ServerClient, check_numbers, on_cpu, traffic
+from .parts import ServedPart, cut
 from .protocol import Opcode, ServerMessage
 
 _log = logging.getLogger("guozhuang")

@@ -1,4 +1,4 @@
-"""The worker's side of parameter servers: cuts tensors into parts, and sends these to the servers, most urgent first.
+"""The worker's side of parameter servers: sends parts of tensors to the servers, most urgent first.
 
 [Note: credit] A more urgent request cannot overtake bytes that gloo already has, so a connection gives gloo only enough to keep
 the link busy: ``CREDIT_PARTS`` parts whose sending has not ended. Further requests wait in a queue, ordered by urgency. Answers
@@ -9,9 +9,9 @@ sends GOODBYE and, if the workers serve, stays until all workers have sent it, o
 need its server. A worker that ends after an error closes all connections, so that the other processes notice at once.
 
 [Note: lifelines] When a connection breaks, gloo fails the receives that wait for their first byte, but not a send or an answer
-of which a part was on its way: these reach the limit of the group. So something always waits for a first byte: a worker that
-serves waits for headers of all others; for a server of its own it waits for the byte that says that the worker has left. Its
-failure ends all requests of all connections, whatever the sending and the receiving threads are stuck in.
+of which a part was on its way: these reach the limit of the group. So something waits for a first byte: a worker that serves
+waits for headers of all others, until they leave; for a server of its own it waits for the byte that says that the worker has
+left. Its failure ends all requests of all connections, whatever the sending and the receiving threads are stuck in.
 
 Source: parts of a few megabytes and the order of their sending: Peng et al., A Generic Communication Scheduler for Distributed
 DNN Training Acceleration (ByteScheduler), SOSP 2019, https://doi.org/10.1145/3341301.3359642; the load of servers by bytes:
@@ -23,12 +23,10 @@ from __future__ import annotations
 import atexit
 import collections
 import functools
-import itertools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,67 +47,6 @@ from .service import FOR_EVER, Service, copy_into
 CREDIT_PARTS = 2
 _CREDIT_MESSAGES = 16  # at most this many messages are being sent at a time; small parts reach this limit
 _GOODBYE_S = 5.0
-# A tensor with fewer bytes per server is not cut for all servers: more messages would cost more than all links gain.
-_WORTH_SHARING_BYTES = 64 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ServedPart:
-    """A piece of a flat tensor that is sent in a message of its own.
-
-    Attributes:
-        index: the part's number among all parts of the layout; the same on all ranks.
-        tensor: the number of the flat tensor from which the part is cut.
-        start: the position of the part's first element in that tensor.
-        num_elements: the part's number of elements.
-        num_bytes: the part's size in bytes.
-        server: the number of the server that holds the part, from 0.
-        urgency: waiting parts are sent in ascending order of this number.
-    """
-
-    index: int
-    tensor: int
-    start: int
-    num_elements: int
-    num_bytes: int
-    server: int
-    urgency: int
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Return this part of its flat tensor, as a view."""
-        return flat[self.start : self.start + self.num_elements]
-
-
-def cut(
-    sizes: Sequence[tuple[int, int]], part_bytes: int, num_servers: int, *, last_is_first: bool = False
-) -> list[ServedPart]:
-    """Cut flat tensors into parts; assign each to the server with the fewest bytes so far, with ties to the first server.
-
-    A tensor is cut into equal parts of at most ``part_bytes``; into a multiple of the number of servers where the parts are
-    still worth it, so that all links carry the same.
-
-    Args:
-        sizes: (number of elements, bytes of an element) of each flat tensor.
-        part_bytes: the largest size of a part, in bytes; an element is never cut.
-        num_servers: the number of servers, at least 1.
-        last_is_first: whether the last parts are the most urgent. This is so for buckets of gradients: they are filled in the
-            order of backward, and the next forward starts with the layers at which backward ended.
-    """
-    assert num_servers >= 1 and part_bytes >= 1
-    pieces = []
-    for tensor, (num_elements, width) in enumerate(sizes):
-        count = -(-num_elements // max(1, part_bytes // width))
-        if num_elements * width >= num_servers * _WORTH_SHARING_BYTES:
-            count = -(-count // num_servers) * num_servers
-        bounds = [num_elements * i // count for i in range(count + 1)] if count else []
-        pieces += [(tensor, a, b - a, (b - a) * width) for a, b in itertools.pairwise(bounds) if b > a]
-    loads, found = [0] * num_servers, []
-    for index, (tensor, start, num_elements, num_bytes) in enumerate(pieces):
-        server = min(range(num_servers), key=loads.__getitem__)
-        loads[server] += num_bytes
-        urgency = len(pieces) - 1 - index if last_is_first else index
-        found.append(ServedPart(index, tensor, start, num_elements, num_bytes, server, urgency))
-    return found
 
 
 class PartRequest(SerialWork):
@@ -186,11 +123,10 @@ class Connection:
             self.submit(PartRequest(ServerMessage(Opcode.GOODBYE), urgency=float("inf")))
             self._sender.close()
 
-    def wait(self, limit_s: float) -> None:
-        """Wait until the threads have ended, for at most ``limit_s`` seconds each."""
-        self._sender.join(limit_s)
-        self._receiver.join(limit_s)
-        self._lifeline.join(limit_s)
+    def wait(self, limit_s: float) -> bool:
+        """Wait until the threads have ended, for at most ``limit_s`` seconds each; return whether they have."""
+        have_ended = [each.join(limit_s) for each in (self._sender, self._receiver, self._lifeline)]
+        return all(have_ended)
 
     def _hold(self) -> None:
         try:
@@ -271,17 +207,20 @@ class Connection:
         self._fail(self._doing(), RuntimeError(text))
 
     def _fail(self, doing: str, error: BaseException) -> None:
-        """End all requests of all connections, and all later ones, with the first error."""
-        if self._failed is None and isinstance(error, RuntimeError) and not isinstance(error, WorldError):
-            error = self._group.error_of(self._server, doing, error)
-        elif self._failed is None:
-            self._group.abort(None, f"{self._group.names[self._group.rank]} failed: {error}")
+        """End all requests of all connections, and all later ones, with the first error; and cut what leads to others."""
+        group, is_derived = self._group, isinstance(error, RuntimeError) and not isinstance(error, WorldError)
+        if self._failed is None and is_derived:
+            error = group.error_of(self._server, doing, error)
+        ended, is_first = [], False
         for each in self._everyone:
             with each._lock:
-                each._failed = each._failed or error
-                ended, first = list(each._open), each._failed
-            for request in ended:
-                each._end(request, first)
+                is_first, each._failed = is_first or each._failed is None, each._failed or error
+                ended += [(each, request, each._failed) for request in each._open]
+        if is_first:  # before the requests end: who hears of the failure may end the process
+            cause = None if is_derived else f"{group.names[group.rank]} failed: {error}"
+            group.crossing.cut() if cause is None else group.abort(None, cause)
+        for connection, request, failed in ended:
+            connection._end(request, failed)
 
 
 class ServerClient:
@@ -353,16 +292,20 @@ class _Ending:
             group = self._group
             group.abort(group.rank, f"{group.names[group.rank]} ended after an error")
             return
-        self._leave(_GOODBYE_S)
+        has_ended = self._leave(_GOODBYE_S)
+        # A thread that is inside gloo when the interpreter ends aborts the process.
         if self._service is not None:
             self._service.end(self._group.limit_s)
-        self._thread.join(_GOODBYE_S)  # a thread that is inside gloo when the interpreter ends aborts the process
+        elif not has_ended:
+            self._group.crossing.cut()
+            self._leave(_GOODBYE_S)
+        self._thread.join(_GOODBYE_S)
 
-    def _leave(self, limit_s: float) -> None:
+    def _leave(self, limit_s: float) -> bool:
         for connection in self._connections:
             connection.leave()
-        for connection in self._connections:
-            connection.wait(limit_s)
+        have_ended = [connection.wait(limit_s) for connection in self._connections]
+        return all(have_ended)
 
 
 def num_servers(asked: int | None) -> int:

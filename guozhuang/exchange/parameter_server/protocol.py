@@ -51,7 +51,9 @@ _DTYPES = (
 _PATIENCE_S = 1.0  # how long to wait until the process that first noticed a failure has written its cause to the store
 _ANSWER_S = 2.0  # how long the store may take to answer: the report of a cause must not delay the end of a group
 _FAILURE = "failure"
-_PREFIX = "guozhuang servers"  # prefix of keys, because with several hosts the ranks use the same store
+# Prefix of keys, because with several hosts the ranks use the same store. The number counts changes of the protocol: servers of
+# another version do not meet the workers.
+_PREFIX = "guozhuang servers 2"
 
 
 class Opcode(enum.IntEnum):

@@ -333,17 +333,20 @@ class Service:
         with self._lock:
             if self._over.is_set():
                 return
-            self.failed = text
+            self.failed, listeners = text, list(self._listeners)
             self._over.set()
         if self._says:
             _log.error("parameter server: %s; the session with its %d workers ends", text, self._group.num_workers)
         self._group.abort(lost, text)
-        for listener in self._listeners:
+        for listener in listeners:
             listener(text)
 
     def when_it_fails(self, listener: Callable[[str], None]) -> None:
-        """Call ``listener`` with the reason if the service fails."""
-        self._listeners.append(listener)
+        """Call ``listener`` with the reason if the service fails, or has failed."""
+        with self._lock:
+            self._listeners.append(listener)
+        if self.failed:
+            listener(self.failed)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all threads have ended, because all workers left or the service failed; return whether they have ended."""
@@ -358,7 +361,9 @@ class Service:
 
     def end(self, limit_s: float) -> None:
         """Wait, in a worker that serves, until all workers have left; warn if they do not within ``limit_s`` seconds."""
-        if not self.wait(limit_s):
+        if self.failed:
+            self.wait(min(_STUCK_S, limit_s))
+        elif not self.wait(limit_s):
             missing = [w for w in range(self._group.num_workers) if w not in self._left]
             what = f"ranks {missing} have not left within {limit_s:g} s and lose the parameter server of this rank"
             _log.warning("%s", explain(what, rank=self._group.rank, fix="let all ranks end their training together"))

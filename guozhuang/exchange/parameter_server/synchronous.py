@@ -26,7 +26,8 @@ from typing_extensions import override
 from ...gradients.buckets import Bucket
 from ..base import Done, GradientExchange, Work
 from ..numbers import is_finite, warn_unless_finite
-from .client import PartRequest, ServedPart, ServerClient, check_numbers, cut, on_cpu, traffic
+from .client import PartRequest, ServerClient, check_numbers, on_cpu, traffic
+from .parts import ServedPart, cut
 from .protocol import Opcode, ServerMessage
 
 
