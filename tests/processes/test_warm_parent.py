@@ -267,13 +267,13 @@ def test_a_killed_agent_leaves_neither_the_warm_parent_nor_a_forked_rank(tmp_pat
 
 @pytest.mark.parametrize("option", [pytest.param((), marks=pytest.mark.slow), ("--on-failure", "keep-survivors")])
 def test_a_rank_that_is_started_again_is_forked(tmp_path: Path, option: tuple[str, ...]) -> None:
-    """Rank 1 fails until it is a fork; the output has its mark in front as ever."""
+    """Rank 1, and where all are started anew each rank, fails until it is a fork; the output has its mark in front as ever."""
     script = launching.write(
         tmp_path,
         "import os, sys, time\n"
         "is_forked = 'warm.py' in open('/proc/self/cmdline').read()\n"
         "print('forked' if is_forked else 'not forked')\n"
-        "if not is_forked and os.environ['RANK'] == '1':\n"
+        "if not is_forked and os.environ['RANK'] in sys.argv[1:]:\n"
         "    sys.exit(3)\n",
     )
     done = launching.guozhuang(
@@ -284,6 +284,7 @@ def test_a_rank_that_is_started_again_is_forked(tmp_path: Path, option: tuple[st
         1_000_000,
         *option,
         script,
+        *(("1",) if option else ("0", "1")),
         folder=tmp_path,
         program=PROGRAM,
         forks_ranks=False,
