@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -44,22 +44,25 @@ class Done:
         return True
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Then:
     """A started exchange whose result still has to be computed from what it received; ``wait`` does so.
 
     Attributes:
         work: the exchange.
-        then: called once, after ``work`` has ended without an error.
+        then: called once, after ``work`` has ended without an error, however often it is waited for.
     """
 
     work: Work
     then: Callable[[], object]
+    _has_run: bool = field(default=False, init=False, repr=False)
 
     def wait(self) -> None:
-        """Wait for the exchange, then call ``then``."""
+        """Wait for the exchange, then call ``then``, unless an earlier call did."""
         waits.for_work(self.work)
-        self.then()
+        if not self._has_run:
+            self.then()
+            self._has_run = True
 
     def is_completed(self) -> bool:
         """Return whether the exchange has ended; ``then`` may still have to be called."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
-from guozhuang.exchange.allreduce import AllReduce
+from guozhuang.exchange import AllReduce, CommHook, GradientExchange
 from guozhuang.exchange.noise_scale import NoiseMeter, NoiseScale
 from tests.processes.cases import assert_equal_across_ranks
 from tests.threads.ranks import run_threads
@@ -31,10 +31,12 @@ class Linear(nn.Module):
         return (rows * (self.one + self.other)).sum(1).mean()
 
 
-def trained(meter: NoiseMeter | None, rank: int, signal: float, steps: int = 30) -> Any:
+def trained(
+    meter: NoiseMeter | None, rank: int, signal: float, steps: int = 30, inner: GradientExchange[Any] | None = None
+) -> Any:
     model = DistributedDataParallel(Linear(), bucket_cap_mb=0.001)
     if meter is not None:
-        model.use_exchange(NoiseScale(AllReduce(), meter))
+        model.use_exchange(NoiseScale(inner or AllReduce(), meter))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     draw = torch.Generator().manual_seed(rank)
     for _ in range(steps):
@@ -82,6 +84,23 @@ def test_it_costs_nothing_while_it_is_off_and_measures_some_steps() -> None:
         return off.num_steps, some.num_steps, (off.noise_scale(BATCH), alone.noise_scale(BATCH))
 
     assert run_threads(on_rank, 2)[0] == (0, 3, (None, None))
+
+
+def test_a_step_whose_exchange_is_waited_for_twice_counts_once() -> None:
+    """Backward waits for each bucket of a hook of several rounds, and for all of them at its end."""
+
+    def mean(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def on_rank(rank: int, size: int) -> tuple[int, int]:
+        hooked, plain = NoiseMeter(), NoiseMeter()
+        trained(plain, rank, 0.5, steps=5)
+        trained(hooked, rank, 0.5, steps=5, inner=CommHook(mean, None))
+        assert hooked.noise_scale(BATCH) == pytest.approx(plain.noise_scale(BATCH), rel=1e-3)
+        return hooked.num_steps, plain.num_steps
+
+    assert run_threads(on_rank, 2) == [(5, 5)] * 2
 
 
 def test_what_cannot_be_told_is_not_told() -> None:
