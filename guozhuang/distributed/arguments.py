@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -61,10 +62,9 @@ def bucket_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float]
     """
     given = list(bucket_cap_mb_list or ()) or ([] if bucket_cap_mb is None else [bucket_cap_mb])
     for cap in given:
-        if not cap > 0:
-            raise UsageError(
-                explain("a bucket cap must be a positive number of MiB", value=cap, fix="leave it out for 25 MiB")
-            )
+        if not 0 < cap * MIB < math.inf:
+            fix = "leave it out for 25 MiB, or give one as large as the model for the fewest buckets"
+            raise UsageError(explain("a bucket cap must be a positive, finite number of MiB", value=cap, fix=fix))
     if bucket_cap_mb_list:
         return Caps(tuple(max(int(cap * MIB), 1) for cap in bucket_cap_mb_list))
     return Caps.usual() if bucket_cap_mb is None else Caps.usual(max(int(bucket_cap_mb * MIB), 1))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
+import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from guozhuang.distributed.arguments import bucket_caps
+from guozhuang.errors import UsageError
 from guozhuang.gradients.buckets import DEFAULT_CAP_BYTES, FIRST_CAP_BYTES, Bucket, Caps, Slot, assign, place
 
 DTYPES = (torch.float32, torch.float16, torch.float64, torch.bfloat16, torch.complex64)
@@ -94,6 +98,14 @@ def test_the_usual_caps_start_small_and_never_pass_the_one_asked_for() -> None:
     assert [Caps.usual().of(i) for i in range(3)] == [FIRST_CAP_BYTES, DEFAULT_CAP_BYTES, DEFAULT_CAP_BYTES]
     assert [Caps.usual(1000).of(i) for i in range(3)] == [1000, 1000, 1000]
     assert [Caps((3, 2, 9)).of(i) for i in range(5)] == [3, 2, 9, 9, 9]
+
+
+@pytest.mark.parametrize("cap", [0, -1, math.nan, math.inf, 1e308])
+def test_a_cap_that_is_no_number_of_bytes_is_refused_with_its_value(cap: float) -> None:
+    for options in ((cap, None), (None, [1.0, cap])):
+        with pytest.raises(UsageError, match=rf"{re.escape(str(cap))}.*Fix:"):
+            bucket_caps(*options)
+    assert bucket_caps(10**9, [10**400]).each == (10**400 << 20,)
 
 
 def test_bytes_follow_the_dtype() -> None:
