@@ -94,11 +94,22 @@ class Exchanging:
             what = f"{what} must be registered before the first backward"
             raise RuntimeError(explain(what, value=value, fix=_WRAP_ANEW))
         self._chosen = exchange
+        try:
+            if self._reducer is not None:
+                self._reducer.use(exchange)
+                self.compare_what_is_equal(self._reducer)
+            else:
+                _ = self.reducer  # create the reducer now, so that errors about this exchange are raised here
+        except Exception:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        """Go back to the exchange that a wrapper has from the start, after the chosen one was refused."""
+        self._chosen = None
         if self._reducer is not None:
-            self._reducer.use(exchange)
+            self._reducer.use(self.exchange)
             self.compare_what_is_equal(self._reducer)
-        else:
-            _ = self.reducer  # create the reducer now, so that errors about this exchange are raised here
 
     def compare_what_is_equal(self, reducer: TorchReducer) -> None:
         """Leave out of the comparisons of replicas what the exchange does not keep equal, as far as it is known."""
@@ -183,15 +194,20 @@ class Exchanging:
         gradients = exchange.gradients()
         if gradients is not None:
             ddp.use_exchange(gradients)
-        self.around = around = AroundSteps(
-            ddp.module,
-            optimizer,
-            exchange,
-            ddp.process_group,
-            ignored=ddp.ignored,
-            averages_buffers=ddp.forward_sync_buffers,
-            is_shadowed=weakly(self._is_shadowed),
-        )
+        try:
+            self.around = around = AroundSteps(
+                ddp.module,
+                optimizer,
+                exchange,
+                ddp.process_group,
+                ignored=ddp.ignored,
+                averages_buffers=ddp.forward_sync_buffers,
+                is_shadowed=weakly(self._is_shadowed),
+            )
+        except Exception:
+            if gradients is not None:
+                self._give_up()
+            raise
         if ddp._reducer is not None:
             self.compare_what_is_equal(ddp._reducer)
         ddp.forward_sync_buffers = False  # changed only after all checks have passed

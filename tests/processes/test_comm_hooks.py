@@ -11,6 +11,7 @@ matrix to a function that asserts three dimensions) and the quantization hooks (
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import random
 from collections.abc import Callable
@@ -34,8 +35,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
+from guozhuang.exchange import AllReduce
+from guozhuang.exchange.cast import Cast
+from guozhuang.exchange.local_sgd import LocalSGD
+from guozhuang.exchange.warmup import WeightWarmup
 from guozhuang.timeline import Timeline
 from tests.processes.cases import as_tests, assert_equal_everywhere
+from tests.threads.ranks import run_threads
 
 ROWS = 3
 SMALL = 0.002  # MiB: a bucket for each layer
@@ -392,3 +398,35 @@ def case_wrong_registrations_are_refused(rank: int, size: int) -> None:
 
 
 test_cases = as_tests(globals(), (2,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusing(AllReduce):
+    def prepare(self, buckets: Any, group: Any, before: None = None) -> None:
+        raise UsageError("not these buckets")
+
+
+@dataclasses.dataclass(frozen=True)
+class RefusingWeights(WeightWarmup, inner="then"):
+    def prepare(self, named: Any, group: Any) -> Any:
+        raise UsageError("not these weights")
+
+
+def chooses_again(rank: int, size: int) -> None:
+    for has_reducer in (False, True):
+        ddp = DistributedDataParallel(Layers())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        assert not has_reducer or ddp.reducer is not None
+        with pytest.raises(UsageError, match="not these buckets"):
+            ddp.use_exchange(Refusing())
+        with pytest.raises(UsageError, match="not these weights"):
+            ddp.use_weight_exchange(RefusingWeights(2, AllReduce(), LocalSGD(2)), optimizer)
+        assert type(ddp.exchange) is AllReduce and ddp.reducer is not None
+        ddp.use_exchange(Cast(torch.bfloat16, AllReduce()))
+        assert ddp.reducer.exchange is ddp.exchange and isinstance(ddp.exchange, Cast)
+        ddp(torch.ones(2, 20) * rank).sum().backward()
+        assert_equal_everywhere(torch.cat([p.grad.reshape(-1) for p in ddp.parameters() if p.grad is not None]))
+
+
+def test_after_a_refused_exchange_another_one_can_be_chosen() -> None:
+    run_threads(chooses_again, 2)
