@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
+from guozhuang.exchange import AllReduce
+from guozhuang.exchange.noise_scale import NoiseScale
+from guozhuang.exchange.total import Total
 from guozhuang.gradients.buckets import Bucket
 from tests.processes.gradient_methods import METHODS
 from tests.threads.ranks import ThreadGroup, run_threads
@@ -93,6 +96,29 @@ def test_the_mean_through_the_engine(size: int) -> None:
         for i, value in enumerate(found):
             mean = torch.stack([gradient(rank, STEPS - 1, (5 + i, 3)) for rank in range(size)]).mean(0)
             torch.testing.assert_close(value, mean)
+
+
+def totals(rank: int, size: int) -> list[tuple[float, float]]:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.rows = nn.Parameter(torch.ones(1)), nn.Embedding(3, 1, sparse=True)
+
+        def forward(self, token: Tensor) -> Tensor:
+            return (self.dense + self.rows(token)).sum()
+
+    found = []
+    for exchange in (AllReduce(), Total(AllReduce()), NoiseScale(Total(AllReduce()))):
+        ddp = DistributedDataParallel(Both())
+        ddp.use_exchange(exchange)
+        ddp(torch.tensor([1])).backward()
+        dense, rows = ddp.module.dense.grad, ddp.module.rows.weight.grad
+        found.append((float(dense), float(rows.to_dense()[1])))
+    return found
+
+
+def test_a_total_is_one_of_sparse_gradients_too() -> None:
+    assert run_threads(totals, 2) == [[(1.0, 1.0), (2.0, 2.0), (2.0, 2.0)]] * 2
 
 
 def sent(rank: int, size: int, name: str) -> int:
