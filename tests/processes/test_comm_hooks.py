@@ -415,15 +415,13 @@ class RefusingWeights(WeightWarmup, inner="then"):
 def chooses_again(rank: int, size: int) -> None:
     for has_reducer in (False, True):
         ddp = DistributedDataParallel(Layers())
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         assert not has_reducer or ddp.reducer is not None
         with pytest.raises(UsageError, match="not these buckets"):
             ddp.use_exchange(Refusing())
         with pytest.raises(UsageError, match="not these weights"):
-            ddp.use_weight_exchange(RefusingWeights(2, AllReduce(), LocalSGD(2)), optimizer)
-        assert type(ddp.exchange) is AllReduce and ddp.reducer is not None
+            ddp.use_weight_exchange(RefusingWeights(2, AllReduce(), LocalSGD(2)), torch.optim.SGD(ddp.parameters()))
         ddp.use_exchange(Cast(torch.bfloat16, AllReduce()))
-        assert ddp.reducer.exchange is ddp.exchange and isinstance(ddp.exchange, Cast)
+        assert ddp.reducer is not None and ddp.reducer.exchange is ddp.exchange and isinstance(ddp.exchange, Cast)
         ddp(torch.ones(2, 20) * rank).sum().backward()
         assert_equal_everywhere(torch.cat([p.grad.reshape(-1) for p in ddp.parameters() if p.grad is not None]))
 
