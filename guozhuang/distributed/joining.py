@@ -8,12 +8,13 @@ same one, in the same order. The context tells it only of forwards, so each sync
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from ..errors import UsageError, explain
 from ..weights.equal_start import broadcast_tensors, state_of
@@ -67,7 +68,7 @@ class ShadowSteps(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that joined last; with a weight exchange, make all ranks' weights equal instead."""
         ddp = self._ddp
-        ddp.in_join_context = False  # needed because PyTorch does not reset its own ``_join_config`` after the context
+        leave_context(ddp)  # here too, for a context that PyTorch's own class has made
         for parameter in self._without_gradient or ():
             parameter.grad = None  # optimizers of other joined objects needed it; the program never made it
         if ddp.around is not None:
@@ -77,6 +78,25 @@ class ShadowSteps(JoinHook):
         source = ddp._authoritative_rank = _common_rank(ddp, is_last_joiner)
         state = state_of(ddp.module, ddp.ignored, buffers=ddp.forward_sync_buffers)
         broadcast_tensors([tensor for _, tensor in state], ddp.process_group, source)
+
+
+class UnevenInputs(Join):
+    """PyTorch's context, behind which the wrapper is as before it, also where an exception has ended it."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            for joinable in self._joinables:
+                leave_context(cast("DistributedDataParallel", joinable))
+
+
+def leave_context(ddp: DistributedDataParallel) -> None:
+    """Let forwards behind a join context send what forwards before it do. PyTorch leaves its ``_join_config`` enabled."""
+    ddp.in_join_context = False
+    ddp._join_config = _JoinConfig.construct_disabled_join_config()
 
 
 def sync_buffers(ddp: DistributedDataParallel, joined: bool) -> None:

@@ -36,6 +36,7 @@ from .arguments import (
 from .exchanging import Exchanging
 from .joining import (
     ShadowSteps,
+    UnevenInputs,
     check_can_join,
     expect_one_backward,
     refuse_switch,
@@ -405,7 +406,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         """
         if enable and not throw_on_early_termination:
             check_can_join(self)
-        return Join(
+        return UnevenInputs(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 

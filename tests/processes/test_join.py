@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -310,6 +311,31 @@ def case_each_forward_has_one_backward(rank, world_size):
             loss = local_loss(ddp, rank)
             loss.backward(retain_graph=True)
             loss.backward()
+
+
+def case_nothing_of_the_context_is_left_behind_it(rank, world_size):
+    """Also where an exception ends it, in the script or as data end early: the forwards that follow meet nobody."""
+    kinds: list[tuple[dict[str, Any], type[Exception] | None, list[int]]] = [
+        ({}, None, [1, 2]), ({}, KeyError, [1, 1]), ({"enable": False}, None, [1, 1]),
+        ({"throw_on_early_termination": True}, RuntimeError, [1, 2]),
+    ]  # fmt: skip
+    for options, error, num_batches in kinds:
+        ddp = DistributedDataParallel(mlp())
+        with pytest.raises(error) if error else contextlib.nullcontext(), ddp.join(**options):
+            for step in range(num_batches[rank]):
+                local_loss(ddp, rank, step).backward()
+            if error is KeyError:
+                raise KeyError
+        if rank == 0:
+            with torch.no_grad():
+                ddp(batch(rank))
+        dist.barrier()  # and not what a forward of rank 0 sends
+        (local_loss(ddp, rank) + local_loss(ddp, rank, 1)).backward()
+        assert ddp.reducer.compares
+        loss = local_loss(ddp, rank)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert_equal_across_ranks(ddp, lambda p: p.grad)
 
 
 def case_switching_requires_grad_between_contexts(rank, world_size):
