@@ -37,16 +37,17 @@ def _total_norm(
     wanted = {id(each) for each in given}
     held = _divided_parameters()
     clipped = _clipped(sys._getframe(1))
-    if clipped and is_of_one_stage(clipped, held):
+    # What was left out here has gradients on other stages.
+    if clipped is not None and is_of_one_stage(clipped, None if clipped else _idle(held)):
         return _norm_on_stage(clipped, norm_type, error_if_nonfinite)
     chosen = [p for p in held if p.grad is not None and id(p.grad) in wanted]
     divided = {id(p.grad): p for p in chosen}
-    parameters = [divided.get(id(each), each) for each in given] or _without_gradients(clipped, held)
+    parameters = [divided.get(id(each), each) for each in given] or _without_gradients(clipped or (), held)
     if not chosen and (given or not parameters):
         return _torchs_total_norm(given, norm_type, error_if_nonfinite, foreach)
     total = norm_of(parameters, given or [None] * len(parameters), float(norm_type))
     total = checked_norm(total, norm_type, error_if_nonfinite)
-    known = given or clipped
+    known = given or clipped or ()
     return total.to(known[0].dtype.to_real() if known else torch.get_default_dtype())
 
 
@@ -63,10 +64,10 @@ def _divided_parameters() -> list[nn.Parameter]:
     return [p for model in list(_divided_models) for p in model.parameters() if division_of(p) is not None]
 
 
-def _clipped(frame: FrameType) -> list[Tensor]:
-    """Return the parameters that PyTorch's ``clip_grad_norm_`` was given, which tells us of gradients only."""
+def _clipped(frame: FrameType) -> list[Tensor] | None:
+    """Return the parameters that PyTorch's ``clip_grad_norm_`` was given, which tells us of gradients only; else None."""
     if frame.f_code.co_name != "clip_grad_norm_" or frame.f_globals.get("__name__") != clip_grad.__name__:
-        return []
+        return None
     return [each for each in frame.f_locals.get("parameters", ()) if isinstance(each, Tensor)]
 
 

@@ -220,25 +220,38 @@ def norm_of(
     return norm_of_parts(parameters, powers, norm_type, is_of_stage=is_of_stage)
 
 
-def is_of_one_stage(parameters: Sequence[Tensor], held: Iterable[Tensor]) -> bool:
+def is_of_one_stage(parameters: Sequence[Tensor], idle: Tensor | None = None) -> bool:
     """Tell whether a script that clips these parameters together means those of one stage of a pipeline.
 
     [Note: clipping by parts] A script clips all parameters, those of a part, or one after the other; and it may leave out
-    those without a gradient, which on each stage are those of all others. So a list of all parameters that have a gradient here
-    stands for the whole model; one parameter, or fewer of one stage, stand for themselves, and no other stage takes part.
+    those without a gradient, which on each stage are those of all others. So a list of one stage's parameters stands on that
+    stage for themselves or for the whole model. On the other stages it is that list, or one of their own parameters: so all
+    stages tell each other. One parameter stands for itself, and no other stage takes part; a list that no stage holds alone
+    was not shortened, and is the same on every rank.
 
     Args:
-        parameters: what is clipped together.
-        held: all parameters of the models that are divided.
+        parameters: what is clipped together, as the script gave it. Every stage must call it, unless it is one parameter.
+        idle: any parameter of the pipeline, by which this stage takes part if all were left out here.
     """
-    divisions = [division_of(each) for each in parameters]
-    owners = {None if each is None or each.stages is None else each.owners for each in divisions}
-    if len(owners) != 1 or (only := owners.pop()) is None or len(only) != 1:
+    known = list(parameters) if parameters or idle is None else [idle]
+    stages = stages_of(known)
+    if stages is None:
         return False
-    chosen = {id(each) for each in parameters}
-    stages = {None if each is None else each.stages for each in divisions}
-    rest = (each for each in held if each.grad is not None and id(each) not in chosen)
-    return len(chosen) == 1 or any((d := division_of(each)) is not None and d.stages in stages for each in rest)
+    everyone = tuple(range(stages.size()))
+    found = [division_of(each) for each in parameters]
+    owners = {everyone if each is None or each.stages is None else each.owners or everyone for each in found}
+    only = next(iter(owners)) if len(owners) == 1 else everyone
+    if len({id(each) for each in parameters}) == 1 or (owners and not set(everyone).intersection(*owners)):
+        return len(only) == 1
+    is_of_another = len(only) == 1 and stages.rank() not in only
+    said = torch.tensor([float(is_of_another)], device=device_of(known))
+    dist.all_reduce(said, group=stages)
+    return len(only) == 1 and bool(said)
+
+
+def stages_of(parameters: Iterable[Tensor]) -> dist.ProcessGroup | None:
+    """Return the ranks of the pipeline over whose stages parameters are spread; None without one."""
+    return next((d.stages for p in parameters if (d := division_of(p)) is not None and d.stages is not None), None)
 
 
 def norm_of_parts(
@@ -256,7 +269,7 @@ def norm_of_parts(
     divisions = [division_of(each) for each in parameters]
     counts = [each is None or each.is_first_owner for each in divisions]
     powers = powers[torch.tensor(counts, dtype=torch.bool, device=powers.device)]
-    stages = next((each.stages for each in divisions if each is not None and each.stages is not None), None)
+    stages = stages_of(parameters)
     total = powers.new_zeros(1)
     if len(powers):
         total = (powers.max() if math.isinf(norm_type) else powers.sum()).reshape(1)
@@ -279,7 +292,12 @@ def checked_norm(total: Tensor, norm_type: float, error_if_nonfinite: bool) -> T
 
 
 def norm_of_blocks(
-    parameters: Sequence[Tensor], carriers: Sequence[Any], wanted: Sequence[set[int]], norm_type: float
+    parameters: Sequence[Tensor],
+    carriers: Sequence[Any],
+    wanted: Sequence[set[int]],
+    norm_type: float,
+    *,
+    given: Sequence[Tensor],
 ) -> Tensor:
     """Return the norm over the averaged gradients of parameters that a sharded optimizer divides further.
 
@@ -288,7 +306,9 @@ def norm_of_blocks(
         carriers: those of the sharded optimizers (``guozhuang.sharding.carrier``), which have collected the gradients.
         wanted: for each carrier, the indices of its parameters that are wanted.
         norm_type: the p of the p-norm.
+        given: what the script clips together, of which other ranks may hold some.
     """
+    is_of_stage = is_of_one_stage(given)
     found: list[Tensor] = []
     for carrier, only in zip(carriers, wanted, strict=True):
         powers = torch.zeros(len(carrier.parameters), dtype=torch.float64, device=carrier.parameters[0].device)
@@ -300,7 +320,7 @@ def norm_of_blocks(
                 place = powers[piece.parameter]
                 place.copy_(torch.maximum(place, norm) if math.isinf(norm_type) else place + norm**norm_type)
         found.append(over_ranks(powers, carrier.group, norm_type)[sorted(only)])
-    return norm_of_parts(parameters, torch.cat(found), norm_type)
+    return norm_of_parts(parameters, torch.cat(found), norm_type, is_of_stage=is_of_stage)
 
 
 def _powers_here(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_type: float) -> Tensor:

@@ -49,13 +49,15 @@ def clip_grad_norm_(
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     hooks = {i: hook for i, p in enumerate(chosen) if (hook := arrival_of(p)) is not None}
     if hooks:
-        return _clip_parts(list(hooks.values()), max_norm, float(norm_type), error_if_nonfinite)
+        return _clip_parts(chosen, list(hooks.values()), max_norm, float(norm_type), error_if_nonfinite)
     if any(is_dtensor(p) for p in chosen):
         return _clip_distributed(chosen, max_norm, float(norm_type), error_if_nonfinite, foreach)
     return nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-def _clip_parts(hooks: Sequence[Arrival], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+def _clip_parts(
+    chosen: Sequence[Tensor], hooks: Sequence[Arrival], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor:
     if not norm_type > 0:
         raise UsageError(
             explain("norm_type must be above 0 where gradients are divided among ranks", value=norm_type, fix="use 2.0")
@@ -75,7 +77,7 @@ def _clip_parts(hooks: Sequence[Arrival], max_norm: float, norm_type: float, err
     if any(division_if_any(p) is not None for p in held):
         from ..parallel.division import norm_of_blocks  # imported only when needed
 
-        total = norm_of_blocks(held, carriers, wanted, norm_type).to(held[0].dtype)
+        total = norm_of_blocks(held, carriers, wanted, norm_type, given=chosen).to(held[0].dtype)
     else:
         total = _total([part for some in parts for part in some], carriers, norm_type)
     checked_norm(total, norm_type, error_if_nonfinite)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import guozhuang as gz
 from guozhuang.checkpoint.trained import _owner
 from guozhuang.errors import UsageError
 from guozhuang.optim.divided import DividedOptimizer
@@ -18,10 +19,14 @@ from guozhuang.parallel.axes import Axes, make_axes
 from guozhuang.parallel.clipping import watch_norms
 from guozhuang.parallel.division import disown, divide
 from guozhuang.parallel.state import gather_states
+from guozhuang.strategies.divided import prepare_divided
+from guozhuang.strategies.table import get
+from guozhuang.strategies.ways import Setup
+from guozhuang.world import World
 from guozhuang.world.layout import MODEL_AXES, Layout
 
 from . import test_hybrid_strategies as hybrid
-from .ranks import run_threads
+from .ranks import GENERATOR, run_threads
 
 STEPS = 3
 
@@ -225,3 +230,56 @@ def test_the_state_of_an_exchange_waits_for_the_stages() -> None:
         assert [each["step"] for each in saved] == [1, 2]
 
     run_threads(on_rank, 4)
+
+
+def with_gradients(parameters: Any) -> list[Tensor]:
+    return [p for p in parameters if p.grad is not None]
+
+
+#: What a script clips together, one list after the other; each stage has two layers.
+TOGETHER: dict[str, Callable[[Any], list[Any]]] = {
+    "all": lambda m: [m.parameters()],
+    "all with a gradient": lambda m: [with_gradients(m.parameters())],
+    "a stage": lambda m: [m[2:].parameters()],
+    "each stage": lambda m: [list(m[:2].parameters()), list(m[2:].parameters())],
+    "a layer": lambda m: [m[2].parameters()],
+    "matrices with a gradient": lambda m: [with_gradients(p for p in m.parameters() if p.dim() == 2)],
+    "each": lambda m: list(m.parameters()),
+    "each with a gradient": lambda m: with_gradients(m.parameters()),
+}
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "sharded"])
+def test_all_stages_take_a_clipped_list_for_the_same(strategy: str) -> None:
+    layout = Layout(pp=2, dp=2)
+    rows = torch.linspace(-1, 1, 40).view(8, 5)
+
+    def made() -> nn.Sequential:
+        with GENERATOR:
+            torch.manual_seed(2)
+            return nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+
+    def clip(function: Any, model: Any, lists: Callable[[Any], list[Any]]) -> None:
+        for each in lists(model):
+            function(each, 0.01)
+
+    def on_rank(rank: int, size: int) -> None:
+        world = World(rank, size, rank, size, 0, 1, torch.device("cpu"), "threads", layout)
+        alone, model = made(), made()
+        stepped = torch.optim.SGD(alone.parameters(), lr=1.0)
+        setup = Setup(world, wishes={"cut": ["2"], "proof": False})
+        prepared, optimizer = prepare_divided(model, torch.optim.SGD(model.parameters(), lr=1.0), setup, get(strategy))
+        mine = rows.chunk(layout.dp)[layout.coordinate(rank)["dp"]]
+        for name, lists in TOGETHER.items():
+            for function in (gz.clip_grad_norm_, nn.utils.clip_grad_norm_):
+                alone(rows).pow(2).mean().backward()
+                prepared(mine).pow(2).mean().backward()
+                clip(nn.utils.clip_grad_norm_, alone, lists)
+                clip(function, model, lists)
+                for each in (stepped, optimizer):
+                    each.step()
+                    each.zero_grad()
+                found, wanted = prepared.state_dict(), alone.state_dict()
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+    run_threads(on_rank, layout.size)
