@@ -183,7 +183,7 @@ class LowPrecisionDecentralized(WeightExchange[RingState]):
             return
         flats = state.whole.copy()
         state.not_finite.look(state.whole, flats, -1)
-        mean(flats, state.group)
+        mean(flats, state.whole_group)
         state.whole.write(flats)
         for replica in state.replicas.values():
             state.flat.read(replica)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.errors import UsageError
-from guozhuang.exchange import AllReduce
+from guozhuang.exchange import AllReduce, decentralized, low_precision_decentralized
 from guozhuang.exchange.async_average import AsyncModelAverage
 from guozhuang.exchange.average import Average
 from guozhuang.exchange.codecs.dithering import Dithering
@@ -30,6 +30,7 @@ from guozhuang.exchange.parameter_server import AsyncParameterServer
 from guozhuang.exchange.warmup import WeightWarmup
 from guozhuang.exchange.weight_hierarchical import WeightHierarchical
 from guozhuang.exchange.weights import WeightExchange
+from guozhuang.groups.hierarchical.nodes import Nodes
 from guozhuang.weights.equal_start import different
 from tests.processes.cases import adamw, as_table, assert_equal_across_ranks, flat, mlp, said, seeded
 from tests.processes.gradient_methods import nodes_of
@@ -309,6 +310,29 @@ def agrees_on_nan(rank: int, size: int, exchange: WeightExchange[Any]) -> None:
 )
 def test_what_is_not_finite_is_said_where_ranks_agree(exchange: WeightExchange[Any], size: int) -> None:
     run_threads(agrees_on_nan, size, exchange)
+
+
+def agrees_on_the_mean(rank: int, size: int, exchange: WeightExchange[Any]) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    state = exchange.prepare([("weight", weight)], dist.group.WORLD)
+    weight.data += rank
+    exchange.agree(state)
+    torch.testing.assert_close(weight.detach(), torch.full((3,), (size - 1) / 2))
+    exchange.end(state)
+
+
+@pytest.mark.parametrize("layout", ["aa", "aabb", "abb"])
+@pytest.mark.parametrize(
+    "exchange",
+    [Decentralized(every=4, nodes_first=True), LowPrecisionDecentralized(every=4, nodes_first=True)],
+    ids=str,
+)
+def test_ranks_of_nodes_agree_on_the_mean_of_all(
+    exchange: WeightExchange[Any], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (decentralized, low_precision_decentralized):
+        monkeypatch.setattr(module, "find_nodes", lambda group, _: Nodes.of(list(layout), group.rank()))
+    run_threads(agrees_on_the_mean, len(layout), exchange)
 
 
 def _start(rank: int, size: int) -> list[float]:
