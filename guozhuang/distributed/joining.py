@@ -40,7 +40,7 @@ class ShadowSteps(JoinHook):
         ddp.logger._set_uneven_input_join()
 
     def main_hook(self) -> None:
-        """Take part in one step of the ranks with data, with zeros as gradients."""
+        """Take part in one step of the ranks with data: with gradients not exchanged yet, those of ``no_sync``, or zeros."""
         ddp = self._ddp
         reducer = ddp.reducer
         if reducer is not None:
@@ -51,7 +51,8 @@ class ShadowSteps(JoinHook):
             else:
                 sync_buffers(ddp, joined=True)
         syncs_buffers_after = ddp._check_sync_bufs_post_fwd()  # type: ignore[no-untyped-call]
-        anyone_synchronizes = tell_synchronization(ddp, False)
+        adds = reducer is not None and not ddp.keeps_gradients and reducer.has_accumulated
+        anyone_synchronizes = tell_synchronization(ddp, False, adds)
         if syncs_buffers_after:
             ddp._sync_buffers()
         ddp.require_forward_param_sync = anyone_synchronizes
@@ -163,11 +164,17 @@ def _not_one_for_each(what: str, rank: int, fix: str) -> UsageError:
     return UsageError(explain(f"inside join() {what}; {why}", rank=rank, fix=fix))
 
 
-def tell_synchronization(ddp: DistributedDataParallel, synchronizes: bool) -> bool:
-    """Return whether any rank passes ``synchronizes=True``, so that gradients are exchanged in this step. All must call."""
-    flag = torch.tensor([float(synchronizes)], device=ddp.device)
-    dist.all_reduce(flag, group=ddp.process_group)
-    return bool(flag.item())
+def tell_synchronization(ddp: DistributedDataParallel, synchronizes: bool, adds: bool = True) -> bool:
+    """Return whether any rank passes ``synchronizes=True``, so that gradients are exchanged in this step. All must call.
+
+    The ranks that pass ``adds=True`` have gradients for this step; sums are divided by their number if join() was asked to.
+    """
+    counts = torch.tensor([float(synchronizes), float(adds)], device=ddp.device)
+    dist.all_reduce(counts, group=ddp.process_group)
+    num_synchronizing, num_adding = counts.tolist()
+    if ddp.reducer is not None and not ddp.divide_by_initial_world_size:
+        ddp.reducer.num_active_ranks = int(num_adding)
+    return bool(num_synchronizing)
 
 
 def _common_rank(ddp: DistributedDataParallel, candidate: bool) -> int:

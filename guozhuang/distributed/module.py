@@ -322,12 +322,9 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         synchronizes = self.require_backward_grad_sync and torch.is_grad_enabled()
         if synchronizes and self.reducer is not None and self._is_shadowed() and not self.keeps_gradients:
             expect_one_backward(self.reducer)
-        work = Join.notify_join_context(self)
+        Join.notify_join_context(self)
         if self.reducer is not None:
             self.reducer.num_active_ranks = self.process_group.size()
-            if work is not None and not self.divide_by_initial_world_size:
-                work.wait()
-                self.reducer.num_active_ranks = int(work.result()[0].item())
         if self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()
         if self._join_config.enable:
@@ -393,7 +390,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
 
         Args:
             divide_by_initial_world_size: True: sums of gradients are divided by all ranks, so every batch weighs the same;
-                False: they are divided by the ranks that still have data. With a mean loss, a sample of a short last batch then
+                False: by the number of ranks that add to them. With a mean loss, a sample of a short last batch then
                 weighs more than others: divide the sum of its losses by the full batch size instead.
             enable: False makes the context do nothing.
             throw_on_early_termination: raise RuntimeError on every rank as soon as one rank has run out of data.

@@ -57,7 +57,7 @@ class Reducer(BucketedParameters):
 
     Attributes:
         exchange_step: returns the step number to pass to the exchange; None: ``step``.
-        num_active_ranks: divisor of a mean; less than the group's size while some ranks have run out of data.
+        num_active_ranks: divisor of a mean; less than the group's size while some ranks have nothing to add.
         after_pass: called when a pass has ended and all its gradients are exchanged; None: nothing is.
         timeline: where spans are recorded; None (the default) costs nothing.
         num_ranks_used: for each parameter on how many ranks it was used, where the ranks last agreed on it; empty before.
@@ -273,7 +273,7 @@ class Reducer(BucketedParameters):
 
     def _is_used(self, current: Pass, index: int) -> bool:
         if current.shadow:  # no backward runs here: parameters used in this rank's last own pass count as used
-            return not self._selection.unused_last[index]
+            return self._selection.accumulated[index] or not self._selection.unused_last[index]
         return current.fired[index] > 0 or self._selection.accumulated[index]
 
     # ---- These methods end a pass. -------------------------------------------------------------------------------------
@@ -294,12 +294,26 @@ class Reducer(BucketedParameters):
             self._complete(current)
 
     def shadow(self) -> None:
-        """Take part in a pass of the other ranks with zeros, after this rank has run out of data."""
-        current = self._begin(shadow=True)
-        for bucket in self.buckets:
-            bucket.zero()
-        self._selection.views.filled = [True] * len(self.parameters)
+        """Take part in a pass of the other ranks after this rank has run out of data, with what it still holds or zeros."""
+        current, selection = self._begin(shadow=True), self._selection
+        for bucket, members in zip(self.buckets, self.layout, strict=True):
+            if not any(selection.accumulated[i] for i in members):
+                bucket.zero()
+                continue
+            bucket.hold()
+            for i, view in zip(members, bucket.views, strict=False):  # a sparse bucket has no views
+                if selection.accumulated[i]:
+                    selection.views.fill(i)
+                else:
+                    view.zero_()
+        selection.views.filled = [True] * len(self.parameters)
         self._complete(current)
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether this rank holds gradients of backwards that were not synchronized, which the next pass sends."""
+        held = zip(self._selection.accumulated, self.parameters, strict=True)
+        return any(flag and p.grad is not None for flag, p in held)
 
     def _complete(self, current: Pass) -> None:
         selection, n = self._selection, len(self.parameters)
@@ -308,7 +322,7 @@ class Reducer(BucketedParameters):
                 current.waiting[b] = 0
                 record_ready(b, self.step, self.timeline)
         self._start_full(current)
-        used_here = [not current.shadow and self._is_used(current, i) for i in range(n)]
+        used_here = [selection.accumulated[i] if current.shadow else self._is_used(current, i) for i in range(n)]
         asking: UsedAnywhere | None = None
         if selection.learning if self.options.static_graph else self.options.find_unused:
             asking = UsedAnywhere(used_here, self.group, self.buckets[0].flat.device)
@@ -361,8 +375,8 @@ class Reducer(BucketedParameters):
     def _exchange_sparse(self, current: Pass, used: Sequence[bool]) -> None:
         for bucket, members in zip(self.buckets, self.layout, strict=True):
             if bucket.sparse and used[members[0]]:
-                parameter = bucket.parameters[0]
-                gradient = no_rows(parameter) if current.shadow or parameter.grad is None else parameter.grad
+                parameter, is_old = bucket.parameters[0], current.shadow and not self._selection.accumulated[members[0]]
+                gradient = no_rows(parameter) if is_old or parameter.grad is None else parameter.grad
                 divisor = divisor_under(self.exchange, self.num_active_ranks) / registry.weight.value
                 parameter.grad = all_gather_mean(gradient, divisor, self.group, current.others)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,43 +120,52 @@ def case_several_rounds_with_every_option(rank, world_size):
             assert_same_grads(ddp, twin)
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded(3):
+            self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        return sum(self.branches[int(name)](x) for name in use)
+
+
 def case_accumulation_inside(rank, world_size):
-    bare = mlp()
-    twin, ddp = twin_of(bare), DistributedDataParallel(bare)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, twin)]
-    num_batches = [3, 7]
-    with ddp.join():
-        for step in range(num_batches[rank]):
-            if step % 2 == 0:
-                with ddp.no_sync():
-                    ddp(batch(rank, step)).pow(2).mean().backward()
-            else:
-                ddp(batch(rank, step)).pow(2).mean().backward()
-                optimizers[0].step()
-                optimizers[0].zero_grad()
-    # What a rank had accumulated and not yet exchanged when it ran out is lost, as in PyTorch.
-    for step in range(1, 7, 2):
-        optimizers[1].zero_grad()
-        for r in range(world_size):
-            for at in (step - 1, step):
-                if step < num_batches[r]:
-                    (twin(batch(r, at)).pow(2).mean() / world_size).backward()
-        optimizers[1].step()
-    assert_same_state(ddp.module, twin)
+    """What a rank has accumulated when its data end counts in the next step of the others, and once. (PyTorch's loses it.)"""
+    num_batches, uses = [3, 7], [["0", "01", "2"], ["01", "0", "1", "0", "0", "1", "0"]]
+
+    def rows(r: int, step: int, *use: str) -> tuple[Any, ...]:
+        return batch(r, step), *use
+
+    with seeded(3):
+        table = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(8, 2))
+    kinds = [(mlp(), {"bucket_cap_mb": SMALL_CAP_MB, **options}, rows) for options in OPTIONS]
+    kinds += [(table, {}, lambda r, step: ((torch.arange(6).view(3, 2) * (r + 2) + step) % 7,))]
+    kinds += [(mlp(), {"skip_all_reduce_unused_params": True}, rows)]
+    kinds += [(Branches(), {"find_unused_parameters": True}, lambda r, step: rows(r, step, uses[r][step]))]
+    for (bare, options, given), initial in itertools.product(kinds, (True, False)):
+        twin, ddp = twin_of(bare), DistributedDataParallel(twin_of(bare), **options)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, twin)]
+        with ddp.join(divide_by_initial_world_size=initial):
+            for step in range(num_batches[rank]):
+                with contextlib.nullcontext() if step % 2 else ddp.no_sync():
+                    ddp(*given(rank, step)).pow(2).mean().backward()
+                if step % 2:
+                    optimizers[0].step()
+                    optimizers[0].zero_grad(set_to_none=initial)
+        for step in range(1, 7, 2):
+            optimizers[1].zero_grad()
+            adding = [(r, at) for r in range(world_size) for at in (step - 1, step) if at < num_batches[r]]
+            for r, at in adding:
+                divisor = world_size if initial else len({r for r, _ in adding})
+                (twin(*given(r, at)).pow(2).mean() / divisor).backward()
+            optimizers[1].step()
+        assert_same_state(ddp.module, twin)
 
 
 def case_unused_parameters_inside(rank, world_size):
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            with seeded(3):
-                self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
-
-        def forward(self, x: Tensor, use: str) -> Tensor:
-            return sum(self.branches[int(name)](x) for name in use)
-
     uses = (["0", "1", "0"], ["01", "1", "0", "1", "2"])
-    bare = Two()
+    bare = Branches()
     twin = twin_of(bare)
     ddp = DistributedDataParallel(bare, find_unused_parameters=True, bucket_cap_mb=SMALL_CAP_MB)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (ddp, twin)]
