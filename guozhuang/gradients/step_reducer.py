@@ -13,7 +13,7 @@ A parameter without a gradient holds its bucket back until the end of the backwa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,7 @@ class _StepState:
         has_begun: whether a gradient was put into a bucket.
         has_agreed: whether the ranks have agreed which parameters were used.
         has_callback: whether autograd's engine will call back at the end of the backward.
+        sends_early: whether buckets are sent while backward runs; None: it was not asked yet.
     """
 
     works: list[Work | None]
@@ -62,6 +63,7 @@ class _StepState:
     has_begun: bool = False
     has_agreed: bool = False
     has_callback: bool = False
+    sends_early: bool | None = None
 
 
 class StepReducer:
@@ -76,7 +78,8 @@ class StepReducer:
         placement: the buckets in which gradients are gathered, none of them sparse; ``p.grad`` becomes a view of them.
         group: the ranks.
         exchange: the method. It must leave ``bucket.flat`` as it is; the results are in its state.
-        may_send_early: whether buckets may be sent while backward runs, if the exchange is also ``repeatable``.
+        may_send_early: tells whether buckets may be sent while the next backward runs, if the exchange is also ``repeatable``;
+            asked once in a step.
 
     Attributes:
         exchange: the method.
@@ -94,12 +97,12 @@ class StepReducer:
         placement: Placement,
         group: dist.ProcessGroup,
         exchange: GradientExchange[Any],
-        may_send_early: bool = True,
+        may_send_early: Callable[[], bool] = lambda: True,
     ) -> None:
         self._names, self._parameters, self._placement, self._group = names, parameters, placement, group
         self.exchange, self.state, self.step = exchange, exchange.prepare(placement.buckets, group), 0
         self._nan = NanWatch(group)
-        self._may_send_early = may_send_early and exchange.repeatable
+        self._may_send_early = may_send_early
         self._sends_early, self._patience_steps = False, 0
         self._views = GradientViews(parameters, placement)
         self._is_zero = [True] * len(parameters)  # by parameter: whether its view is known to hold zeros
@@ -132,7 +135,7 @@ class StepReducer:
             self._now.is_calm = False  # a second gradient: there was another backward
         self._now.versions[index] = self._views.handed.version(index)
         self._now.num_missing[self._placement.bucket_of[index]] -= 1
-        if self._sends_early and self._now.is_calm:
+        if self._now.is_calm and self._sends_now:
             if not self._now.has_callback:
                 self._now.has_callback = True
                 Variable._execution_engine.queue_callback(self._end_of_backward)
@@ -163,7 +166,7 @@ class StepReducer:
 
     def _start_next(self) -> None:
         bucket = self.buckets[self._now.next]
-        if self._sends_early:
+        if self._sends_now:
             self._now.sums[self._now.next] = _bit_sum(bucket.flat)
         self._start(bucket)
         self._now.next += 1
@@ -186,8 +189,14 @@ class StepReducer:
 
     def send_rest(self) -> None:
         """Send what other ranks have sent early, or will: then another collective of this group can follow on every rank."""
-        if self._sends_early and not self._now.has_agreed:
+        if self._sends_now and not self._now.has_agreed:
             self._start_rest()
+
+    @property
+    def _sends_now(self) -> bool:
+        if self._now.sends_early is None:
+            self._now.sends_early = self._sends_early and self._may_send_early()
+        return self._now.sends_early
 
     # ---- These methods run at the optimizer step. -----------------------------------------------------------------------
 
@@ -243,7 +252,7 @@ class StepReducer:
             self._sends_early = False
             return
         self._patience_steps = max(0, self._patience_steps - 1)
-        self._sends_early = self._may_send_early and self._patience_steps == 0
+        self._sends_early = self.exchange.repeatable and self._patience_steps == 0
 
     def start_over(self) -> None:
         """Begin a new step, after waiting for the exchanges for which :meth:`wait` was not called."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from ..weights.points import points_of
-from .carrier import Carrier, arrival_of
+from .arrivals import arrival_of
+from .carrier import Carrier
 
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 _OF_GRADIENTS = ("_get_total_norm",)

@@ -18,6 +18,7 @@ from ..gradients.passes import weakly
 from ..gradients.step_reducer import StepReducer, check_gradient
 from ..gradients.unused import UsedAnywhere
 from ..registry import registry
+from .arrivals import Arrival
 from .changes import SeenGradients
 from .parts import Block, BucketLayout
 
@@ -76,7 +77,7 @@ class Carrier(ABC):
         self._flats, self._rank, self._size = flats, group.rank(), group.size()
         self._separate: frozenset[int] = frozenset()
         self._unused: frozenset[int] = frozenset()  # parameters without a gradient on any rank in this step
-        self._is_open = self.is_collected = self.is_averaged = self._came_late = False
+        self._is_open = self.is_collected = self.is_averaged = self._came_late = self._is_closed = False
         self._kept: list[Tensor | None] = []  # each parameter's ``grad`` at the time of ``collect``
         self._num_meetings = self._num_dropped = 0
         self._seen = SeenGradients(names, parameters, self._rank)
@@ -106,7 +107,7 @@ class Carrier(ABC):
 
         Raises:
             UsageError: a gradient is sparse or of another dtype; a parameter was moved to another device or dtype; a
-                backward has added to gradients that were collected already.
+                backward has added to gradients that were collected already, or the script has changed or dropped some.
         """
         if not self.is_collected:
             self._open()
@@ -119,8 +120,8 @@ class Carrier(ABC):
             what = "a backward has added to gradients that were averaged already, by clip_grad_norm_"
             fix = "clip after the last backward of a step, or call zero_grad() between"
             raise UsageError(explain(what, rank=self._rank, fix=fix))
-        elif self._size > 1:
-            self._seen.check()
+        else:
+            self._follow_drops()
 
     def average(self) -> None:
         """Make each ``p.grad`` the mean over ranks, in place; a second call before the next backward does nothing.
@@ -131,12 +132,14 @@ class Carrier(ABC):
         Raises:
             UsageError: gradients were changed, or collected, already; one is sparse or of another dtype.
         """
-        if self.is_averaged or self._size == 1:
+        if self.is_averaged:
             return
         if self.is_collected:
             what = "gz.clip_grad_norm_ has averaged the gradients of this step already, and the step uses its result"
             fix = "call gz.clip_grad_norm_ last, or PyTorch's functions alone"
             raise UsageError(explain(what, rank=self._rank, fix=fix))
+        if self._size == 1:
+            return
         self._seen.check()
         self._send_rest()
         flags = [p.grad is not None for p in self.parameters]
@@ -199,7 +202,8 @@ class Carrier(ABC):
     def arrived(self, index: int) -> None:
         """Handle a gradient that autograd has accumulated in ``parameters[index].grad``. Not collective."""
         if self.is_collected:
-            if self.parameters[index].grad is self._kept[index]:
+            kept = self._kept[index]
+            if self.parameters[index].grad is kept or (kept is None and self._holds_kept()):
                 self._came_late = True
                 return
             self._drop()  # the program has set the collected gradient to None, so a new step begins
@@ -220,6 +224,7 @@ class Carrier(ABC):
 
     def close(self) -> None:
         """Remove the hooks from the parameters, which stay usable, as do their gradients; ``weights`` does not."""
+        self._is_closed = True
         self._alive.discard(self)
         self.synchronize()
         self._start_over()
@@ -229,9 +234,32 @@ class Carrier(ABC):
     def _keep_weighted(self, factor: float) -> None:
         """Multiply the gradients that this rank has kept. See [Note: unequal parts] in registry.py."""
         with torch.no_grad():
-            for parameter in self.parameters:
+            for parameter in self.parameters if not self._is_closed else ():
                 if parameter.grad is not None:
                     parameter.grad.data.mul_(factor)  # not seen as a change: [Note: changed gradients] in changes.py
+
+    def _holds_kept(self) -> bool:
+        pairs = zip(self.parameters, self._kept, strict=True)
+        return any(kept is not None and parameter.grad is kept for parameter, kept in pairs)
+
+    def _follow_drops(self) -> None:
+        """Drop what ``collect`` has set where the script has dropped all gradients since; raise where it changed some."""
+        self._seen.check()
+        kept = [i for i, gradient in enumerate(self._kept) if gradient is not None]
+        dropped = [i for i in kept if self._seen.is_other(i)]
+        if dropped and len(dropped) < len(kept):
+            what = (
+                f"the gradient of {self._names[dropped[0]]} was dropped after gz.clip_grad_norm_ had averaged it, and the step "
+                "uses the averages"
+            )
+            fix = "set it to None before gz.clip_grad_norm_, or let requires_grad_(False) freeze the parameter"
+            raise UsageError(explain(what, rank=self._rank, fix=fix))
+        are_zeros = any(self.parameters[i].grad is not None for i in dropped)
+        for weight in self.weights if dropped else ():
+            if are_zeros and weight.grad is not None:
+                weight.grad.zero_()
+            else:
+                weight.grad = None
 
     def _open(self) -> None:
         if self._is_open:  # the optimizer raised in the middle of the last step, so drop that step's gradients
@@ -366,49 +394,6 @@ def _together(indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> Ite
         yield part
 
 
-class Arrival:
-    """The hook that a carrier registers on each parameter; autograd calls it when the gradient has been accumulated.
-
-    Copies and pickles of the model do not contain it: PyTorch leaves hooks of tensors out. It does not keep the carrier alive:
-    tensors hold their hooks where Python's garbage collector does not see them, so model and carrier would never be freed.
-
-    Attributes:
-        parameter: the parameter's index.
-    """
-
-    def __init__(self, carrier: Carrier, parameter: int) -> None:
-        self._carrier, self.parameter = weakref.ref(carrier), parameter
-
-    @property
-    def carrier(self) -> Carrier:
-        """The carrier that registered this hook; it must still be alive."""
-        carrier = self._carrier()
-        assert carrier is not None
-        return carrier
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the carrier that registered this hook still exists."""
-        return self._carrier() is not None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether this hook does nothing with a gradient."""
-        carrier = self._carrier()
-        return carrier is None or not carrier.listens
-
-    def __call__(self, parameter: Tensor) -> None:
-        """Pass the gradient in ``parameter.grad`` to the carrier, if that still exists and listens."""
-        if not self.is_idle:
-            self.carrier.arrived(self.parameter)
-
-
-def arrival_of(parameter: Tensor) -> Arrival | None:
-    """Return the hook that a carrier registered on this parameter; None if there is none, or its carrier is gone."""
-    hooks: dict[int, Any] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return next((hook for hook in (hooks or {}).values() if isinstance(hook, Arrival) and hook.is_alive), None)
-
-
 def put_back(parameter: Tensor, place: Tensor, name: str, rank: int) -> None:
     """Copy a parameter that was given other memory (``p.data = ...``) to ``place``, and make ``place`` its memory again.
 
@@ -422,5 +407,5 @@ def put_back(parameter: Tensor, place: Tensor, name: str, rank: int) -> None:
         )
         raise UsageError(explain(what, rank=rank, fix="convert the model before prepare()"))
     with torch.no_grad():
-        place.copy_(parameter)
+        place.copy_(parameter.clone())  # it may lie in the memory of ``place``, in another order
     parameter.data = place

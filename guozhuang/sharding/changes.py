@@ -48,15 +48,20 @@ class SeenGradients:
         for i in range(len(self._parameters)):
             self.note(i)
 
+    def is_other(self, index: int) -> bool:
+        """Whether a gradient was seen, and is gone or was changed since."""
+        gradient, seen = self._parameters[index].grad, self._seen[index]
+        return seen is not None and (gradient is None or seen != (gradient._version, id(gradient)))
+
     def check(self) -> None:
         """Raise if a gradient was changed since it was seen. See [Note: changed gradients].
 
         Raises:
             UsageError: it names the first such parameter.
         """
-        for i, (parameter, seen) in enumerate(zip(self._parameters, self._seen, strict=True)):
+        for i, parameter in enumerate(self._parameters):
             gradient = parameter.grad
-            if seen is None or gradient is None or seen == (gradient._version, id(gradient)):
+            if gradient is None or not self.is_other(i):
                 continue
             if not gradient.detach().any():
                 continue

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..errors import UsageError, explain
 from ..parallel.division import checked_norm
 from ..weights.points import points_of
-from .carrier import Arrival, Carrier, arrival_of
+from .arrivals import Arrival, arrival_of
+from .carrier import Carrier
 from .whole import division_if_any, is_dtensor
 
 

@@ -79,7 +79,12 @@ class GatheredCarrier(Carrier):
             )
         placement = Placement([b.parameters for b in layout.buckets], buckets, [b for b, _ in layout.places])
         # SyncBatchNorm has collectives in backward: with it, buckets sent in backward could be in another order on each rank.
-        may_send_early = listens and not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
+        # So have those of several carriers, where a rank has no gradient for some parameters.
+        has_own_order = listens and not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
+
+        def may_send_early() -> bool:
+            return has_own_order and sum(each.group is group for each in Carrier.alive()) <= 1
+
         method = Scatter(layout) if exchange is None else KeepPart(exchange, layout)
         self._reducer = StepReducer(names, parameters, placement, group, method, may_send_early)
         self.exchanging = None if exchange is None else self._reducer
@@ -111,7 +116,8 @@ class GatheredCarrier(Carrier):
     def _meet(self) -> frozenset[int]:
         self.synchronize()
         for parameter, place, name in zip(self.parameters, self._places, self._names, strict=True):
-            if place.numel() and parameter.data_ptr() != place.data_ptr():
+            is_there = parameter.data_ptr() == place.data_ptr() and parameter.stride() == place.stride()
+            if place.numel() and not is_there:
                 put_back(parameter, place, name, self._rank)
         used = self._reducer.agree(self._tell() % (1 << NUM_MARKS))
         self._compare(self._reducer.told_alike)

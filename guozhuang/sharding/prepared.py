@@ -24,7 +24,8 @@ from ..sync_batch_norm import use_on_cpu
 from ..units import listed
 from ..weights.equal_start import broadcast_tensors, sparse_names, start_equal
 from ..weights.points import points_of
-from .carrier import Carrier, arrival_of
+from .arrivals import arrival_of
+from .carrier import Carrier
 from .elementwise import needs_whole_tensors
 from .optimizer import ShardedOptimizer, warn_of_forgotten
 from .parts import BucketLayout

@@ -75,7 +75,9 @@ class Scatter(GradientExchange[Parts]):
     def start(self, bucket: Bucket, state: Parts, step: int) -> Work:
         mean, of_rank = state.means[bucket.index], self.layout.buckets[bucket.index]
         size = state.group.size()
-        weight = registry.weight.among(size, state.group.rank())
+        weight, after = registry.weight.among(size, state.group.rank()), 1.0 / size
+        if bucket.flat.dtype == torch.float16:  # whose sum may overflow where the mean does not
+            weight, after = weight / size, 1.0
         flat = bucket.flat if weight == 1.0 else bucket.flat * weight
         if of_rank.is_whole:
             parts = torch.empty(size, mean.numel(), dtype=mean.dtype, device=mean.device)
@@ -84,9 +86,9 @@ class Scatter(GradientExchange[Parts]):
                 parts.view(-1), flat, takes, of_rank.slice_sizes, group=state.group, async_op=True
             )
             assert sent is not None
-            return Then(sent, lambda: torch.sum(parts, 0, out=mean).mul_(1.0 / size))
+            return Then(sent, lambda: torch.sum(parts, 0, out=mean).mul_(after))
         work = reduce_scatter_single(mean, flat, group=state.group, async_op=True)
-        return Then(work, lambda: mean.mul_(1.0 / size))
+        return Then(work, lambda: mean.mul_(after))
 
     @override
     def traffic(self, num_elements: int, element_bytes: int, world_size: int) -> int:

@@ -29,8 +29,8 @@ from guozhuang.errors import MismatchError, PeerLost, UsageError
 from guozhuang.gradients.products import _Product
 from guozhuang.groups.agreement import store_of
 from guozhuang.sharding import clip_grad_norm_, shard
+from guozhuang.sharding.arrivals import arrival_of
 from guozhuang.sharding.averaged import averaged_gradients
-from guozhuang.sharding.carrier import arrival_of
 from guozhuang.sharding.shared import linear_gradients
 from guozhuang.sharding.shared.carrier import SharedCarrier
 from guozhuang.sharding.shared.linear_gradients import PlacingHook

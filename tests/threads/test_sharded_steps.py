@@ -1,0 +1,198 @@
+"""``sharded``: gradients between clipping and the step, several optimizers, memory and numbers that a step must stand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import guozhuang as gz
+from guozhuang.errors import UsageError
+from guozhuang.registry import registry
+from guozhuang.sharding import shard
+from tests.threads.ranks import run_threads
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).double()
+
+
+def rows(step: int) -> Tensor:
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def drops(rank: int, size: int, plain: nn.Module, sets_to_none: bool) -> list[list[Tensor]]:
+    """As of a norm that is not finite; the step after it is as any other."""
+    both = []
+    for is_alone in (True, False):
+        model: Any = copy.deepcopy(plain)
+        optimizer: Any = sgd(model)
+        if not is_alone:
+            model, optimizer = shard(model, optimizer)
+        for step in range(4):
+            model(rows(step) if is_alone else rows(step)[rank::size]).square().mean().backward()
+            gz.clip_grad_norm_(model.parameters(), 0.1)
+            if step == 2:
+                model.zero_grad(set_to_none=sets_to_none)
+            optimizer.step()
+            optimizer.zero_grad()
+        both.append([p.detach().clone() for p in model.parameters()])
+    return both
+
+
+@pytest.mark.parametrize("sets_to_none", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_dropped_after_clipping_are_not_used(num_ranks: int, sets_to_none: bool) -> None:
+    for alone, found in run_threads(drops, num_ranks, two_layers(), sets_to_none):
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+
+
+def drop_one(model: nn.Module) -> None:
+    gz.clip_grad_norm_(model.parameters(), 1.0)
+    model[1].weight.grad = None  # type: ignore[index]
+
+
+def limit_clipped_ones(model: nn.Module) -> None:
+    gz.clip_grad_norm_(model.parameters(), 1.0)
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.clamp_(-1e-3, 1e-3)
+
+
+def use_both_functions(model: nn.Module) -> None:
+    gz.clip_grad_norm_(model.parameters(), 1.0)
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def clip_between(model: nn.Module) -> None:
+    model.zero_grad()
+    (1000 * model[0](rows(0)).sum()).backward()  # type: ignore[index]
+    gz.clip_grad_norm_(model.parameters(), 1.0)
+    model[1](rows(0)).sum().backward()  # type: ignore[index]
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], None], str]] = {
+    "one dropped": (drop_one, r"the gradient of 1\.weight was dropped after gz\.clip_grad_norm_"),
+    "changed by hand": (limit_clipped_ones, "was changed after the last backward"),
+    "PyTorch's after ours": (use_both_functions, r"call gz\.clip_grad_norm_ last"),
+    "a backward after it": (clip_between, "a backward has added to gradients that were averaged already"),
+}
+
+
+def is_refused(rank: int, size: int, plain: nn.Module, what: str) -> None:
+    change, text = REFUSED[what]
+    model, optimizer = shard(plain := copy.deepcopy(plain), sgd(plain))
+    model(rows(rank)).square().mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(UsageError, match=text):
+        change(model)
+        optimizer.step()
+    assert all(torch.equal(p.detach(), q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_changes_after_clipping_are_refused_on_any_number_of_ranks(num_ranks: int, what: str) -> None:
+    run_threads(is_refused, num_ranks, two_layers(), what)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, left_out: int = -1) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x) if i != left_out else x
+        return x
+
+
+def two_optimizers(model: Layers) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD([model.layers[i].weight for i in which], lr=0.1) for which in ((3, 1), (2, 0))]
+
+
+def trains_by_two(rank: int, size: int, plain: Layers) -> list[list[Tensor]]:
+    """Rank 1 leaves a layer out once, so that its gradients come in another order."""
+    alone = copy.deepcopy(plain)
+    model: Any = copy.deepcopy(plain)
+    model, optimizers = shard(model, two_optimizers(model))
+    own = two_optimizers(alone)
+    for step in range(6):
+
+        def loss(made: Any, of: int, step: int = step) -> Tensor:
+            found: Tensor = made(rows(10 * step + of), 1 if (step, of) == (3, 1) else -1).tanh().sum()
+            return found
+
+        loss(model, rank).backward()
+        (sum(loss(alone, of) for of in range(size)) / size).backward()  # type: ignore[union-attr]
+        for each in (*optimizers, *own):
+            each.step()
+            each.zero_grad()
+    return [[p.detach() for p in made.parameters()] for made in (model, alone)]
+
+
+def test_buckets_of_two_optimizers_do_not_mix() -> None:
+    torch.manual_seed(0)
+    for found, alone in run_threads(trains_by_two, 2, Layers().double()):
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+
+
+def is_scaled_once(rank: int, size: int, plain: nn.Module) -> float:
+    model, optimizer = shard(plain := copy.deepcopy(plain), sgd(plain))
+    optimizer.carrier.close()  # still held, as by a script
+    model, again = shard(model, sgd(model))
+    model(rows(rank)).sum().backward()
+    before = model[1].weight.grad.clone()
+    dist.barrier()
+    optimizer.carrier._keep_weighted(2.0)
+    again.carrier._keep_weighted(2.0)
+    return float((model[1].weight.grad / before).max())
+
+
+def test_a_closed_carrier_changes_nothing() -> None:
+    assert run_threads(is_scaled_once, 2, two_layers()) == [2.0, 2.0]
+    assert registry.weight.value == 1.0
+
+
+def is_laid_over_itself(rank: int, size: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    alone = nn.Linear(4, 4, bias=False).double()
+    model: Any = copy.deepcopy(alone)
+    model, optimizer = shard(model, sgd(model))
+    alone.weight.data = alone.weight.data.t().clone()
+    model.weight.data = model.weight.data.t()  # in the memory that it has
+    own = sgd(alone)
+    for made, stepped, x in ((model, optimizer, rows(0)[rank::size]), (alone, own, rows(0))):
+        made(x).square().mean().backward()
+        stepped.step()
+    return [model.weight.detach(), alone.weight.detach()]
+
+
+def test_a_parameter_may_be_laid_over_its_own_memory_in_another_order() -> None:
+    for found, alone in run_threads(is_laid_over_itself, 2):
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+
+
+def has_large_halves(rank: int, size: int) -> Tensor:
+    model: Any = nn.Linear(4, 4, bias=False).half()
+    nn.init.zeros_(model.weight)
+    model, optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=2.0**-10))
+    model.weight.grad = torch.full((4, 4), 40_000.0, dtype=torch.float16)
+    optimizer.step()
+    found: Tensor = model.weight.detach()
+    return found
+
+
+def test_a_sum_of_halves_does_not_overflow_where_their_mean_does_not() -> None:
+    for found in run_threads(has_large_halves, 2):
+        torch.testing.assert_close(found, torch.full((4, 4), -40_000 * 2.0**-10).half(), rtol=1e-3, atol=0)
