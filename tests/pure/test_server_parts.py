@@ -13,7 +13,7 @@ from torch import Tensor
 
 from guozhuang.errors import MismatchError, UsageError, WorldError
 from guozhuang.exchange.parameter_server import AsyncParameterServer, ParameterServer
-from guozhuang.exchange.parameter_server.client import cut
+from guozhuang.exchange.parameter_server.parts import cut
 from guozhuang.exchange.parameter_server.protocol import Opcode, ServerMessage
 from guozhuang.exchange.parameter_server.service import HeldParts, copy_into
 from tests.drawing import examples
