@@ -395,7 +395,8 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
             enable: False makes the context do nothing.
             throw_on_early_termination: raise RuntimeError on every rank as soon as one rank has run out of data.
 
-        Each synchronized forward inside it must have one backward, in which ranks without data take part.
+        Each synchronized forward inside it must have one backward, in which ranks without data take part. Behind it all ranks
+        have the weights of one that made all steps, but each its own optimizer state (momentum, say): broadcast that one's.
 
         Raises:
             UsageError: the module has a SyncBatchNorm part, and ranks may run out of data. Inside the context a forward that

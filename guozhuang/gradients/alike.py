@@ -59,7 +59,8 @@ _SKIP = (
 _RATES = "give schedulers the same numbers on every rank, as by scheduler.step(gz.reduce(loss))"
 _WEIGHTS = (
     "change weights on every rank alike: load checkpoints everywhere, and step only with gradients that are averaged, not with "
-    "those of no_sync"
+    "those of no_sync; after a join() in which ranks made unlike numbers of steps, which makes weights equal but not "
+    "optimizers' states, broadcast optimizer.state_dict() from a rank that made all steps, and load it on every rank"
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -285,22 +286,27 @@ def test_right_programs_train_on(habit: Any, strategy: str, size: int, caplog: p
     assert not caplog.records
 
 
-def joins(rank: int, size: int, momentum: float, model: nn.Module) -> int:
+def joins(rank: int, size: int, momentum: float, hands_over: bool, model: nn.Module) -> int:
     training = Training("ddp", model, rank)
     training.optimizer.param_groups[0]["momentum"] = momentum
     with training.model.join():
         training.train(lambda _: False, steps=5 + 3 * rank)
+    if hands_over:
+        states: list[Any] = [training.optimizer.state_dict()]
+        dist.broadcast_object_list(states, src=size - 1)
+        training.optimizer.load_state_dict(states[0])
     training.step = -1
     training.train(lambda _: False, steps=5)
     return training.step
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_uneven_inputs_are_no_fault(momentum: float, caplog: pytest.LogCaptureFixture) -> None:
-    """But ranks without data have made no steps of the optimizer, so that momenta may differ afterwards."""
+@pytest.mark.parametrize(("momentum", "hands_over"), [(0.0, False), (0.5, False), (0.5, True)])
+def test_uneven_inputs_are_no_fault(momentum: float, hands_over: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """But ranks without data have made no steps of the optimizer: momenta differ afterwards, and the warning says the cure."""
     caplog.set_level(logging.WARNING, "guozhuang")
-    assert run_threads(joins, 3, momentum, made()) == [5, 5, 5]
-    assert (APART in caplog.text) == (momentum > 0)
+    assert run_threads(joins, 3, momentum, hands_over, made()) == [5, 5, 5]
+    goes_apart = momentum > 0 and not hands_over
+    assert (APART in caplog.text) == ("after a join()" in caplog.text) == goes_apart
 
 
 def rounds(rank: int, size: int, model: nn.Module) -> int:
