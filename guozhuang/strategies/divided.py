@@ -250,7 +250,7 @@ class PreparedParallel(StandsForModule):
         inside = self._inside
         if inside is None or inside.keeps_gradients or self.__dict__["_holds_gradients"]:
             return
-        trained = [p for p in self.module.parameters() if p.grad is not None]
+        trained = [p for p in self.module.parameters() if p.requires_grad and p.grad is not None]
         gradients = [p.grad for p in trained]
         for parameter in trained:
             parameter.grad = None

@@ -249,37 +249,66 @@ TOGETHER: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
+TWO_BY_TWO = Layout(pp=2, dp=2)
+
+
+def linears() -> nn.Sequential:
+    with GENERATOR:
+        torch.manual_seed(2)
+        return nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+
+
+def in_two_stages(rank: int, model: nn.Sequential, strategy: str) -> Any:
+    world = World(rank, 4, rank, 4, 0, 1, torch.device("cpu"), "threads", TWO_BY_TWO)
+    setup = Setup(world, wishes={"cut": ["2"], "proof": False})
+    return prepare_divided(model, torch.optim.SGD(model.parameters(), lr=1.0), setup, get(strategy))
+
+
+def backward(rank: int, alone: nn.Module, prepared: nn.Module) -> None:
+    rows = torch.linspace(-1, 1, 40).view(8, 5)
+    alone(rows).pow(2).mean().backward()
+    prepared(rows.chunk(2)[TWO_BY_TWO.coordinate(rank)["dp"]]).pow(2).mean().backward()
+
+
 @pytest.mark.parametrize("strategy", ["hybrid", "sharded"])
 def test_all_stages_take_a_clipped_list_for_the_same(strategy: str) -> None:
-    layout = Layout(pp=2, dp=2)
-    rows = torch.linspace(-1, 1, 40).view(8, 5)
-
-    def made() -> nn.Sequential:
-        with GENERATOR:
-            torch.manual_seed(2)
-            return nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
-
-    def clip(function: Any, model: Any, lists: Callable[[Any], list[Any]]) -> None:
-        for each in lists(model):
-            function(each, 0.01)
-
     def on_rank(rank: int, size: int) -> None:
-        world = World(rank, size, rank, size, 0, 1, torch.device("cpu"), "threads", layout)
-        alone, model = made(), made()
+        alone, model = linears(), linears()
         stepped = torch.optim.SGD(alone.parameters(), lr=1.0)
-        setup = Setup(world, wishes={"cut": ["2"], "proof": False})
-        prepared, optimizer = prepare_divided(model, torch.optim.SGD(model.parameters(), lr=1.0), setup, get(strategy))
-        mine = rows.chunk(layout.dp)[layout.coordinate(rank)["dp"]]
+        prepared, optimizer = in_two_stages(rank, model, strategy)
         for name, lists in TOGETHER.items():
             for function in (gz.clip_grad_norm_, nn.utils.clip_grad_norm_):
-                alone(rows).pow(2).mean().backward()
-                prepared(mine).pow(2).mean().backward()
-                clip(nn.utils.clip_grad_norm_, alone, lists)
-                clip(function, model, lists)
-                for each in (stepped, optimizer):
-                    each.step()
-                    each.zero_grad()
+                backward(rank, alone, prepared)
+                for each in lists(alone):
+                    nn.utils.clip_grad_norm_(each, 0.01)
+                for each in lists(model):
+                    function(each, 0.01)
+                for optim in (stepped, optimizer):
+                    optim.step()
+                    optim.zero_grad()
                 found, wanted = prepared.state_dict(), alone.state_dict()
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 
-    run_threads(on_rank, layout.size)
+    run_threads(on_rank, 4)
+
+
+def test_what_is_frozen_may_keep_a_gradient() -> None:
+    """A part of a stage, then all of it, then nothing any more."""
+
+    def on_rank(rank: int, size: int) -> None:
+        alone, model = linears(), linears()
+        stepped = torch.optim.SGD(alone.parameters(), lr=1.0)
+        prepared, optimizer = in_two_stages(rank, model, "hybrid")
+        for step in range(4):
+            for each in (alone, model):
+                each.requires_grad_(True)
+                each[:2].requires_grad_(step != 2)
+                each[0].bias.requires_grad_(step not in (1, 2))
+            backward(rank, alone, prepared)
+            stepped.step()
+            optimizer.step()
+            torch.testing.assert_close(prepared.state_dict(), alone.state_dict(), rtol=1e-5, atol=1e-6)
+            for optim in (stepped, optimizer):
+                optim.zero_grad(set_to_none=False)
+
+    run_threads(on_rank, 4)
