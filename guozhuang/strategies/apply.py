@@ -204,7 +204,8 @@ def prepare_unseen(
 
         begin_session()
     if chosen.trains and not chosen.one_process:
-        setattr(prepared[0], MARK, PreparedAlready(chosen.name))
+        own = vars(prepared[0])  # not by setattr, which finds a list of the script's on the module
+        own[MARK] = PreparedAlready(chosen.name, own.get(MARK))
     look_for_nan(model, prepared[0], prepared[1], chosen, world)
     if world.size > 1:
         measure_own_time(prepared[0], prepared[1], chosen, world)
@@ -283,7 +284,9 @@ def is_prepared(model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> bool:
         return True
     for each in earlier:
         each.optimizer.carrier.close()
-    del vars(model)[MARK]
+    earlier_list = vars(model).pop(MARK).earlier
+    if earlier_list is not None:
+        vars(model)[MARK] = earlier_list
     for key, hook in list(model._forward_pre_hooks.items()):
         if isinstance(hook, EqualBuffers):
             del model._forward_pre_hooks[key]
@@ -294,10 +297,15 @@ class PreparedAlready:
     """Refuses that a prepared model is wrapped once more, which would average twice: DistributedDataParallel reads this.
 
     Copies and pickles of the model can be wrapped.
+
+    Args:
+        strategy: the one that has prepared the model.
+        earlier: what was in this attribute of the module before, which is a list of the script's or None.
     """
 
-    def __init__(self, strategy: str) -> None:
+    def __init__(self, strategy: str, earlier: Any = None) -> None:
         self._strategy = strategy
+        self.earlier: Any = earlier.earlier if isinstance(earlier, PreparedAlready) else earlier
 
     def __iter__(self) -> NoReturn:
         what = (
@@ -307,8 +315,8 @@ class PreparedAlready:
             explain(what, value=self._strategy, fix="train what prepare returned, or hand over the bare model")
         )
 
-    def __reduce__(self) -> tuple[type[frozenset[str]], tuple[()]]:
-        return frozenset, ()
+    def __reduce__(self) -> tuple[type[frozenset[str]], tuple[tuple[str, ...]]]:
+        return frozenset, (tuple(self.earlier or ()),)
 
 
 def _refuse_loaders_of_no_world(world: World) -> None:
