@@ -36,7 +36,7 @@ class Warmup(AroundGradients[tuple[Any, Any, int]], inner="then"):
         restarts: whether ``then`` counts its steps from the end of the warm-up.
 
     Raises:
-        UsageError: a negative number of steps.
+        UsageError: a negative number of steps, or one exchange gives a mean and the other one does not, as ``Adasum``.
     """
 
     steps: int
@@ -51,6 +51,11 @@ class Warmup(AroundGradients[tuple[Any, Any, int]], inner="then"):
             if not isinstance(each, GradientExchange):
                 fix = "WeightWarmup(steps, AllReduce(), ...) is followed by an exchange of weights"
                 raise UsageError(explain("Warmup takes two exchanges of gradients", value=each, fix=fix))
+        # The reducer asks once for all steps. Inside of nodes, to which WeightWarmup may lead, ``join`` has no effect anyway.
+        if self.first.averages != self.then.averages and not self.restarts:
+            what = "one of these exchanges gives a mean and the other one does not, and join() takes all steps of a model alike"
+            fix = "take two that give a mean, such as AllReduce() and PowerSGD(), or leave the warm-up out"
+            raise UsageError(explain(what, value=f"{self.first} and {self.then}", fix=fix))
 
     @property
     @override

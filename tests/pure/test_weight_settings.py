@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from guozhuang.errors import UsageError
 from guozhuang.exchange import AllReduce
+from guozhuang.exchange.adasum import Adasum
 from guozhuang.exchange.async_average import AsyncModelAverage
 from guozhuang.exchange.average import Average
 from guozhuang.exchange.codecs.quantize8 import MinMax8
@@ -114,6 +115,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Every(4, LocalSGD(3)), "option `every`"),
     (lambda: Every(0, Average()), "at least 1"),
     (lambda: Warmup(4, AllReduce(), LocalSGD(3)), "WeightWarmup"),  # type: ignore[arg-type]
+    (lambda: Warmup(4, AllReduce(), Adasum()), "gives a mean and the other one does not"),
+    (lambda: Warmup(4, Adasum(), AllReduce()), "gives a mean and the other one does not"),
     (lambda: WeightWarmup(4, AllReduce(), AllReduce()), "Warmup"),  # type: ignore[arg-type]
     (lambda: WeightWarmup(-1, AllReduce(), LocalSGD(3)), "at least 0"),
     (lambda: LocalSGD(0), "at least 1"),
