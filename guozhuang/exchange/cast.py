@@ -9,6 +9,7 @@ Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from ..gradients.buckets import Bucket
+from ..gradients.buckets import Bucket, view_in
 from .around import AroundGradients
 from .base import GradientExchange, Then, Work
 
@@ -50,13 +51,16 @@ class Cast(AroundGradients[CastState]):
     def prepare(
         self, buckets: Sequence[Bucket], group: dist.ProcessGroup, before: CastState | None = None
     ) -> CastState:
-        wires = {}
-        for bucket in buckets:
-            first = bucket.parameters[0]
-            one = torch.empty(1, dtype=self.wire_dtype(first.dtype), device=first.device)
-            stand_ins = [one.expand(p.numel()) for p in bucket.parameters]  # for their shapes: views of one element
-            wires[bucket.index] = Bucket(bucket.index, bucket.is_last, bucket.names, stand_ins)
+        wires = {bucket.index: self._wire(bucket) for bucket in buckets}
         return CastState(wires, self.inner.prepare(list(wires.values()), group, before.inner if before else None))
+
+    def _wire(self, bucket: Bucket) -> Bucket:
+        """Return a narrower bucket with the same views: an exchange may ask for shapes, as those of matrices and tables do."""
+        first, counts = bucket.parameters[0], [p.numel() for p in bucket.parameters]
+        flat = torch.zeros(sum(counts), dtype=self.wire_dtype(first.dtype), device=first.device)
+        offsets = itertools.accumulate(counts[:-1], initial=0)
+        stand_ins = [view_in(flat, at, p) for at, p in zip(offsets, bucket.parameters, strict=True)]
+        return Bucket(bucket.index, bucket.is_last, bucket.names, stand_ins, allocate=lambda *_: flat)
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of ``dtype`` are sent, which is never wider than ``dtype``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
-from guozhuang.exchange import AllReduce
+from guozhuang.exchange import AllReduce, GradientExchange
+from guozhuang.exchange.cast import Cast
 from guozhuang.exchange.noise_scale import NoiseScale
+from guozhuang.exchange.powersgd import PowerSGD
+from guozhuang.exchange.sparse_rows import SparseRows
 from guozhuang.exchange.total import Total
 from guozhuang.gradients.buckets import Bucket
 from tests.processes.gradient_methods import METHODS
@@ -139,3 +144,32 @@ def test_it_sends_what_it_says(name: str, size: int) -> None:
     said = method.make(size).traffic(64 * 48 + 7, 4, size) if method.of_shapes is None else method.of_shapes(size)
     if said is not None:
         assert all(abs(found - said) <= 16 for found in run_threads(sent, size, name)), said
+
+
+def through(exchange: GradientExchange[Any], parameter: Tensor, gradient: Tensor) -> tuple[Tensor, int]:
+    """What a rank gets for a gradient, and how many bytes it sends for that."""
+    bucket = Bucket(0, True, ["p"], [nn.Parameter(parameter)])
+    state = exchange.prepare([bucket], dist.group.WORLD)
+    bucket.views[0].copy_(gradient * exchange.input_scale(dist.get_world_size()))
+    before = ThreadGroup.sent_by_this_rank()
+    exchange.start(bucket, state, 0).wait()
+    return bucket.views[0].clone(), ThreadGroup.sent_by_this_rank() - before
+
+
+def narrow(rank: int, size: int) -> None:
+    given = gradient(rank, 0, (24, 20))
+    for matrix in (torch.zeros(24, 20), torch.zeros(20, 24).t()):
+        wanted, _ = through(PowerSGD(1), matrix, given)
+        found, _ = through(Cast(torch.float16, PowerSGD(1)), matrix, given)
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+        mean, _ = through(AllReduce(), matrix, given)
+        assert float((found - mean).norm()) > 0.5 * float(mean.norm())
+    table = torch.zeros(20000, 8)
+    table[rank : rank + 2] = 1.0
+    wanted, _ = through(AllReduce(), torch.zeros_like(table), table)
+    found, num_bytes = through(Cast(torch.float16, SparseRows(AllReduce())), torch.zeros_like(table), table)
+    assert torch.equal(found, wanted) and num_bytes < 1000
+
+
+def test_a_narrower_dtype_does_not_hide_matrices_and_tables() -> None:
+    run_threads(narrow, 2)
