@@ -37,7 +37,9 @@ TIERS = ("pure", "threads", "processes", "hosts", "device")
 STARTS_BUDGET = {"not slow": 2_000}
 # Processor time of `make test` after the installation, lint and types included. See [Note: processor time].
 PROCESSOR_BUDGET_S = {"not slow": 600.0}
-HEAD_ROOM = 1.15  # runs of the same tests differ that much; new bytecode and a new cache of types are a part of it
+# Runs of the same tests differ that much: 676 s and 765 s, both scaled, on two cores of an AMD EPYC and of an Intel Xeon. New
+# bytecode and a new cache of types are a part of it.
+HEAD_ROOM = 1.4
 PIECE_S = 0.012
 OTHERS_SHARE = (
     0.25  # of the tests' own processor time: what other programs may use meanwhile while the budget is judged
