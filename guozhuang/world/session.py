@@ -116,16 +116,17 @@ def init(
         if world.launcher != FAKE:
             _check_same(world, backend, device, timeout_s)
         return world
+    from guozhuang.watch import afterwards
+
+    afterwards.stop()
     backend = backend if backend is not None else requested_backend()
     if dist.is_initialized():
         return _adopt(backend, device, timeout_s)
     from guozhuang.net.meet import RankCard, roll_call
-    from guozhuang.watch import afterwards
     from guozhuang.world import slurm
     from guozhuang.world.discovery import discover
     from guozhuang.world.threads.settle import available_cpus
 
-    afterwards.stop()
     identity = discover()
     hang_timeout = requested_hang_timeout()
     # Check the arguments before any wait, so that impossible ones raise at once. The roll call determines the device's index.

@@ -30,7 +30,7 @@ from guozhuang.world import session
 from guozhuang.world.discovery import discover
 from tests import ranks
 from tests.ranks import RankError, free_port, run_ranks
-from tests.waiting import EXPIRES_S, LIMIT_S, NEVER_S, until
+from tests.waiting import EXPIRES_S, LIMIT_S, NEVER_S, remaining, until
 
 pytestmark = pytest.mark.waits
 
@@ -547,6 +547,8 @@ def heartbeats(rank: int, world_size: int, methods: list[str]) -> list[bool]:
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world_size)
         world.init(timeout_s=LIMIT_S)
         seen.append(runs())
+        left = remaining(lambda: [each.name for each in threading.enumerate() if "afterwards" in each.name])
+        assert not left, "in a world, the main thread alone is not judged"
         dist.barrier()
         dist.destroy_process_group()
         world.shutdown()
