@@ -394,6 +394,11 @@ def _together(indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> Ite
         yield part
 
 
+def is_at(parameter: Tensor, place: Tensor) -> bool:
+    """Return whether a parameter lies in the memory of ``place``, in the same order."""
+    return parameter.data_ptr() == place.data_ptr() and parameter.stride() == place.stride()
+
+
 def put_back(parameter: Tensor, place: Tensor, name: str, rank: int) -> None:
     """Copy a parameter that was given other memory (``p.data = ...``) to ``place``, and make ``place`` its memory again.
 
@@ -407,5 +412,6 @@ def put_back(parameter: Tensor, place: Tensor, name: str, rank: int) -> None:
         )
         raise UsageError(explain(what, rank=rank, fix="convert the model before prepare()"))
     with torch.no_grad():
-        place.copy_(parameter.clone())  # it may lie in the memory of ``place``, in another order
+        overlaps = parameter.untyped_storage().data_ptr() == place.untyped_storage().data_ptr()
+        place.copy_(parameter.clone() if overlaps else parameter)
     parameter.data = place

@@ -32,7 +32,7 @@ from ..gradients.step_reducer import StepReducer
 from ..groups.allocation import zeros_for
 from ..watch.waits import waits
 from ..world.versions import all_gather_single
-from .carrier import Carrier, put_back
+from .carrier import Carrier, is_at, put_back
 from .parts import BucketLayout, FlatBucket
 from .scatter import KeepPart, Scatter
 
@@ -116,8 +116,7 @@ class GatheredCarrier(Carrier):
     def _meet(self) -> frozenset[int]:
         self.synchronize()
         for parameter, place, name in zip(self.parameters, self._places, self._names, strict=True):
-            is_there = parameter.data_ptr() == place.data_ptr() and parameter.stride() == place.stride()
-            if place.numel() and not is_there:
+            if place.numel() and not is_at(parameter, place):
                 put_back(parameter, place, name, self._rank)
         used = self._reducer.agree(self._tell() % (1 << NUM_MARKS))
         self._compare(self._reducer.told_alike)

@@ -811,6 +811,20 @@ def case_the_model_can_be_copied_saved_loaded_and_averaged(rank: int, world_size
     both.check()
 
 
+def case_a_parameter_is_laid_over_its_own_memory_in_another_order(rank: int, world_size: int) -> None:
+    width = batch(rank).shape[1]
+    with seeded(3):
+        plain = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+    both = Both(momentum, plain)
+    both.step(0)
+    weight, twin = both.model[0].weight, both.twin[0].weight
+    weight.data = weight.data.t()
+    twin.data = twin.data.t().clone(memory_format=torch.contiguous_format)
+    both.step(1)
+    both.step(2)
+    both.check()
+
+
 def case_a_graph_older_than_the_step_is_noticed(rank: int, world_size: int) -> None:
     both = Both()
     loss = both.model(batch(rank)).pow(2).mean()

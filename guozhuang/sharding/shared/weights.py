@@ -41,7 +41,7 @@ from ...errors import UsageError, explain
 from ...gradients.buckets import view_in
 from ...groups.fake import FakeSegments
 from ...groups.shared_memory.segments import PrivateView, Segment, SharedSegments
-from ..carrier import put_back
+from ..carrier import is_at, put_back
 from ..parts import BucketLayout
 
 ALIGN_BYTES: Final = 1 << 16  # every bucket begins at a page boundary, also on systems with 64 KiB pages
@@ -120,7 +120,6 @@ class SharedWeights:
         segments.meet(b"the weights are in shared memory")
         for parameter, place in zip(parameters, self.places, strict=True):
             parameter.data = place
-        self._addresses = [place.data_ptr() for place in self.places]
         self._num_looks = 0
         self.remember()
 
@@ -135,9 +134,9 @@ class SharedWeights:
             UsageError: a parameter has another dtype, shape or device now, or was written to through ``.data`` or ``.numpy()``.
         """
         found = {i for i, p in enumerate(self._parameters) if p._version != self._versions[i]}
-        for i, (parameter, address) in enumerate(zip(self._parameters, self._addresses, strict=True)):
-            if parameter.data_ptr() != address:
-                put_back(parameter, self.places[i], self._names[i], self._rank)
+        for i, (parameter, place) in enumerate(zip(self._parameters, self.places, strict=True)):
+            if not is_at(parameter, place):
+                put_back(parameter, place, self._names[i], self._rank)
                 found.add(i)
         self._look_for_hidden(found)
         return sorted(found)
