@@ -62,6 +62,11 @@ class AroundGradients(_Around[State], GradientExchange[State]):
     def averages(self) -> bool:
         return bool(self._inner.averages)
 
+    @property
+    @override
+    def sums(self) -> bool:
+        return bool(self._inner.sums)
+
     @override
     def input_scale(self, world_size: int) -> float:
         return float(self._inner.input_scale(world_size))

@@ -144,6 +144,11 @@ class GradientExchange(Exchange[State]):
         """Whether the result is a mean; if not, ``join(divide_by_initial_world_size=False)`` does not rescale it."""
         return True
 
+    @property
+    def sums(self) -> bool:
+        """Whether the result is the sum over ranks; sparse gradients, which no exchange gets, are summed then too."""
+        return False
+
     def input_scale(self, world_size: int) -> float:
         """Return the factor by which gradients must be multiplied before :meth:`start`; the reducer applies it."""
         return 1.0

@@ -6,28 +6,11 @@ Two rounds: the number of rows, then indices and values padded to the largest nu
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..watch.waits import waits
-from .base import GradientExchange
-from .total import Total
-
-
-def divisor_under(exchange: GradientExchange[Any], num_active: int) -> int:
-    """Return what the sum over ranks is divided by: their number, or 1 where the exchange of dense gradients sums.
-
-    Args:
-        exchange: how dense gradients are exchanged.
-        num_active: number of ranks that have data.
-    """
-    part: object = exchange
-    while part is not None and not isinstance(part, Total):
-        part = getattr(part, "inner", None)
-    return num_active if part is None else 1
 
 
 def all_gather_mean(gradient: Tensor, divisor: float, group: dist.ProcessGroup, works: list[object]) -> Tensor:
@@ -35,7 +18,7 @@ def all_gather_mean(gradient: Tensor, divisor: float, group: dist.ProcessGroup, 
 
     Args:
         gradient: the same shape and dtype on every rank; sparse COO with any number of entries, or dense.
-        divisor: the number by which the sum over ranks is divided: that of :func:`divisor_under`, by the rank's weight.
+        divisor: the number by which the sum over ranks is divided: how many have data, or 1 for a sum, over this rank's weight.
         group: the ranks.
         works: a list to which the issued collectives are appended, so that the caller keeps them alive.
 

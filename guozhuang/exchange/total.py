@@ -34,6 +34,11 @@ class Total(AroundGradients[Any]):
     def averages(self) -> bool:
         return False
 
+    @property
+    @override
+    def sums(self) -> bool:
+        return True
+
     @override
     def input_scale(self, world_size: int) -> float:
         return world_size * self.inner.input_scale(world_size)

@@ -26,7 +26,7 @@ from torch.autograd import Variable
 from ..errors import MismatchError
 from ..exchange.base import Work
 from ..exchange.nan_watch import NanWatch
-from ..exchange.sparse import all_gather_mean, divisor_under, no_rows
+from ..exchange.sparse import all_gather_mean, no_rows
 from ..registry import registry
 from ..timeline import Timeline
 from ..watch.waits import waits
@@ -377,7 +377,7 @@ class Reducer(BucketedParameters):
             if bucket.sparse and used[members[0]]:
                 parameter, is_old = bucket.parameters[0], current.shadow and not self._selection.accumulated[members[0]]
                 gradient = no_rows(parameter) if is_old or parameter.grad is None else parameter.grad
-                divisor = divisor_under(self.exchange, self.num_active_ranks) / registry.weight.value
+                divisor = (1 if self.exchange.sums else self.num_active_ranks) / registry.weight.value
                 parameter.grad = all_gather_mean(gradient, divisor, self.group, current.others)
 
     def _wait(self, bucket: int, work: Work) -> None:
