@@ -80,6 +80,10 @@ class BatchWeight:
         self._listeners = [each for each in self._listeners if each() is not None]
         self._listeners.append(weakref.WeakMethod(keep))
 
+    def leave(self, keep: Callable[[float], object]) -> None:
+        """Call a bound method no more that was given to :meth:`listen`."""
+        self._listeners = [each for each in self._listeners if each() not in (None, keep)]
+
     def set(self, value: float, num_ranks: int) -> None:
         """Change the weight to that of a batch, which is now handed out. Not collective."""
         before, self.value, self.num_ranks = self.value, value, num_ranks

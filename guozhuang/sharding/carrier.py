@@ -77,7 +77,7 @@ class Carrier(ABC):
         self._flats, self._rank, self._size = flats, group.rank(), group.size()
         self._separate: frozenset[int] = frozenset()
         self._unused: frozenset[int] = frozenset()  # parameters without a gradient on any rank in this step
-        self._is_open = self.is_collected = self.is_averaged = self._came_late = self._is_closed = False
+        self._is_open = self.is_collected = self.is_averaged = self._came_late = False
         self._kept: list[Tensor | None] = []  # each parameter's ``grad`` at the time of ``collect``
         self._num_meetings = self._num_dropped = 0
         self._seen = SeenGradients(names, parameters, self._rank)
@@ -224,7 +224,7 @@ class Carrier(ABC):
 
     def close(self) -> None:
         """Remove the hooks from the parameters, which stay usable, as do their gradients; ``weights`` does not."""
-        self._is_closed = True
+        registry.weight.leave(self._keep_weighted)
         self._alive.discard(self)
         self.synchronize()
         self._start_over()
@@ -234,7 +234,7 @@ class Carrier(ABC):
     def _keep_weighted(self, factor: float) -> None:
         """Multiply the gradients that this rank has kept. See [Note: unequal parts] in registry.py."""
         with torch.no_grad():
-            for parameter in self.parameters if not self._is_closed else ():
+            for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.data.mul_(factor)  # not seen as a change: [Note: changed gradients] in changes.py
 
