@@ -220,13 +220,17 @@ def _itself(hook: Any) -> Any:
     return hook
 
 
-def is_own(hook: Any) -> bool:
+def is_own(hook: Any, *others: str) -> bool:
     """Return whether this package has registered a hook, of a tensor, a module or an optimizer, and not the script.
 
     A hook of the script that is tried out stays the script's.
+
+    Args:
+        hook: the hook.
+        others: packages whose hooks are no script's either, as "torch.distributed.".
     """
     inner = getattr(hook, "hook", hook)  # PyTorch wraps some
     inner = getattr(inner, "func", inner)  # of a functools.partial
     owner = type(getattr(inner, "__self__", inner))
     names = (getattr(inner, "__module__", None), owner.__module__)
-    return not isinstance(inner, _Tried) and any(str(name).startswith("guozhuang.") for name in names)
+    return not isinstance(inner, _Tried) and any(str(name).startswith(("guozhuang.", *others)) for name in names)

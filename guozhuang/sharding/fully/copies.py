@@ -115,12 +115,4 @@ def _without_ours(name: str, value: Any) -> Any:
     """Return a module's attribute, without the hooks that this package and PyTorch have registered."""
     if name not in _HOOKS:
         return value
-    return type(value)((key, hook) for key, hook in value.items() if not _is_ours(hook))
-
-
-def _is_ours(hook: Any) -> bool:
-    if is_own(hook):
-        return True
-    hook = getattr(hook, "hook", hook)  # PyTorch wraps some hooks
-    modules = (getattr(hook, "__module__", None), type(getattr(hook, "__self__", hook)).__module__)
-    return any(str(module).startswith("torch.distributed.") for module in modules)
+    return type(value)((key, hook) for key, hook in value.items() if not is_own(hook, "torch.distributed."))
