@@ -216,9 +216,11 @@ class Connection:
             with each._lock:
                 is_first, each._failed = is_first or each._failed is None, each._failed or error
                 ended += [(each, request, each._failed) for request in each._open]
-        if is_first:  # before the requests end: who hears of the failure may end the process
-            cause = None if is_derived else f"{group.names[group.rank]} failed: {error}"
-            group.crossing.cut() if cause is None else group.abort(None, cause)
+        # Before the requests end: who hears of the failure may end the process.
+        if is_first and is_derived:
+            group.crossing.cut()  # the cause is reported already
+        elif is_first:
+            group.abort(None, f"{group.names[group.rank]} failed: {error}")
         for connection, request, failed in ended:
             connection._end(request, failed)
 
@@ -282,7 +284,7 @@ class _Ending:
     def _finish(self) -> None:
         self._leave(self._group.limit_s)
         if self._service is not None:
-            self._service.wait()
+            self._service.wait_until_over()
         self._group.close()
         atexit.unregister(self.at_exit)
 
