@@ -97,7 +97,7 @@ class StepReducer:
         placement: Placement,
         group: dist.ProcessGroup,
         exchange: GradientExchange[Any],
-        may_send_early: Callable[[], bool] = lambda: True,
+        may_send_early: Callable[[], bool],
     ) -> None:
         self._names, self._parameters, self._placement, self._group = names, parameters, placement, group
         self.exchange, self.state, self.step = exchange, exchange.prepare(placement.buckets, group), 0

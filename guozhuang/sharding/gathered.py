@@ -79,7 +79,7 @@ class GatheredCarrier(Carrier):
             )
         placement = Placement([b.parameters for b in layout.buckets], buckets, [b for b, _ in layout.places])
         # SyncBatchNorm has collectives in backward: with it, buckets sent in backward could be in another order on each rank.
-        # So have those of several carriers, where a rank has no gradient for some parameters.
+        # So could those of several carriers, where a rank has no gradient for some parameters.
         has_own_order = listens and not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
 
         def may_send_early() -> bool:
