@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from guozhuang.errors import WorldError
+from guozhuang.watch import report, stacks
 
 if TYPE_CHECKING:
     from guozhuang.watch.heartbeat import Heartbeat
@@ -37,8 +38,6 @@ class UncaughtErrors:
 
     def show(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Show an error of gloo as one sentence, below Python's own frames; and others as they are."""
-        from guozhuang.watch import report, stacks
-
         if not self._is_over and stacks.is_of_gloo(error):
             self._stop(error)
             kind, error = WorldError, report.in_a_sentence(error, self._heartbeat.rank, self._heartbeat.lost())
