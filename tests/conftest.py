@@ -41,9 +41,8 @@ PROCESSOR_BUDGET_S = {"not slow": 600.0}
 # bytecode and a new cache of types are a part of it.
 HEAD_ROOM = 1.4
 PIECE_S = 0.012
-OTHERS_SHARE = (
-    0.25  # of the tests' own processor time: what other programs may use meanwhile while the budget is judged
-)
+# What other programs may use meanwhile while the budget is judged, as a share of the tests' own processor time.
+OTHERS_SHARE = 0.25
 # Variables that torch sets for itself: its compiler does when the first optimizer of a process imports it.
 SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
 
