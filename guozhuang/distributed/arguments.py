@@ -16,6 +16,8 @@ from ..gradients.buckets import Caps
 from ..registry import registry
 
 MIB = 1 << 20
+#: The attribute by which a module names to PyTorch's wrapper, and to ours, what is left out.
+LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
 
 
 def choose_group(process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup:

@@ -28,6 +28,7 @@ from ..sync_batch_norm import use_on_cpu
 from ..timeline import Timeline
 from ..weights.equal_start import broadcast_tensors, describe, sparse_names, start_equal, verify_equal_layout
 from .arguments import (
+    LEFT_OUT,
     bucket_caps,
     choose_devices,
     choose_group,
@@ -136,7 +137,7 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         if device_mesh is not None:
             self.device_mesh = device_mesh
         delayed = list(delay_all_reduce_named_params or ())
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ())) | {name for name, _ in delayed}
+        ignored = set(getattr(module, LEFT_OUT, ())) | {name for name, _ in delayed}
         self.parameters_to_ignore = ignored
         handled = [p for name, p in module.named_parameters() if name not in ignored]
         if not any(p.requires_grad for p in [*handled, *(p for _, p in delayed)]):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
+from guozhuang.distributed.arguments import LEFT_OUT
 from guozhuang.errors import UsageError, explain
 from guozhuang.groups.agreement import agree
 from guozhuang.groups.subgroups import timeout_s
@@ -52,8 +53,8 @@ _HOW_ONLY |= {"bucket_cap_mb_list", "lazy_bucket_allocation", "skip_all_reduce_u
 _NO_WEIGHTS = "this strategy does not weigh the gradients of the ranks by their samples"
 _log = logging.getLogger("guozhuang")
 
-#: The attribute of a prepared model that holds a :class:`PreparedAlready`.
-MARK = "_ddp_params_and_buffers_to_ignore"
+#: The attribute of a prepared model that holds a :class:`PreparedAlready`: one that every wrapper reads.
+MARK = LEFT_OUT
 
 
 def prepare(

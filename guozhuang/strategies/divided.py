@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ..distributed import DistributedDataParallel
+from ..distributed.arguments import LEFT_OUT
 from ..errors import UsageError, explain
 from ..exchange import GradientExchange
 from ..exchange.weights import WeightExchange
@@ -45,10 +46,6 @@ if TYPE_CHECKING:
     from ..weights.around import AroundSteps
     from ..world.layout import StageTimes
     from .table import Strategy
-
-
-#: The attribute by which a script tells DistributedDataParallel what it leaves out.
-_LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
 
 
 class PreparedParallel(StandsForModule):
@@ -239,7 +236,7 @@ class PreparedParallel(StandsForModule):
             sharded.begin()
         if (make := self.__dict__["_make_inside"]) is None:
             return
-        left_out = set(getattr(self.module, _LEFT_OUT, ()))
+        left_out = set(getattr(self.module, LEFT_OUT, ()))
         named = [(n, p) for n, p in self.module.named_parameters() if n not in left_out]
         owned = [p for _, p in named if (d := division_of(p)) is None or d.is_owned]
         if not any(p.requires_grad for p in owned):  # a stage of frozen layers has nothing to average
@@ -336,11 +333,11 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
     if group is None:
         return _pair(PreparedParallel(found, given, None, wishes.loss), stepped, found, wishes)
 
-    left_out = list(getattr(model, _LEFT_OUT, ()))
+    left_out = list(getattr(model, LEFT_OUT, ()))
 
     def inside() -> DistributedDataParallel:
         foreign = [n for n, p in model.named_parameters() if (d := division_of(p)) is not None and not d.is_owned]
-        vars(model)[_LEFT_OUT] = [*left_out, *foreign]
+        vars(model)[LEFT_OUT] = [*left_out, *foreign]
         options = {"device_ids": device_ids(model), "process_group": group, "init_sync": False, **setup.ddp_options}
         if found.pipe is not None and not options.get("static_graph"):  # no forward of its own tells which were unused
             options["find_unused_parameters"] = True
