@@ -43,12 +43,21 @@ class Block(nn.Module):
         return x + hidden
 
 
+class Skipped(Block):
+    """A block that some samples skip, chosen by a draw that has no tensor; its method calls the module by another name."""
+
+    def forward(this, x: Tensor) -> Tensor:
+        keep = (torch.rand(len(x), 1) > 0.3).to(x)
+        return x + keep * (super().forward(x) - x)
+
+
 class Net(nn.Module):
     """Blocks in a row, and noise between them."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.blocks = kind, nn.ModuleList([Block(kind) for _ in range(4)])
+        block = Skipped if kind == "rand" else Block
+        self.kind, self.blocks = kind, nn.ModuleList([block(kind) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -63,6 +72,7 @@ EQUAL = ""
 ROWS = {
     "F.dropout": (EQUAL, EQUAL),
     "randn_like": (EQUAL, EQUAL),
+    "rand": (EQUAL, "nothing in Net was found that 2 ranks of the axis tp can divide"),
     "noise between": ("draws other random numbers than one process: torch|the model's output is not that", EQUAL),
     "random": ("draws other random numbers than one process: Python's random", EQUAL),
     "numpy": ("draws other random numbers than one process: numpy.random", EQUAL),

@@ -26,7 +26,7 @@ from typing_extensions import override
 from ...errors import UsageError, explain
 from ...world.devices import device_of
 from .divided import DividedDim, declared, parts_of, take
-from .operations import Operation, default_generator, generator_of, operation, zeros
+from .operations import Operation, default_generator, generator_of, is_meta, operation, zeros
 from .rows import Draw, Pattern, RowDims
 from .watching import Watch
 
@@ -242,7 +242,7 @@ class Draws:
             "a backward outside of Draws.backward"
         )
         is_untrained = op.kind == "dropout" and args[2:3] == (False,)
-        if is_untrained or any(isinstance(each, Tensor) and each.is_meta for each in args):
+        if is_untrained or is_meta(args, kwargs):
             return func(*args, **kwargs)  # nothing is drawn, or only shapes are wanted
         generator = generator_of(func, args, kwargs)
         if op.kind in ("kernel", "unknown"):

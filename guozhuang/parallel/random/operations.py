@@ -123,6 +123,14 @@ def operation(func: Any) -> Operation | None:
     return Operation(name, kind)
 
 
+def is_meta(args: Arguments, kwargs: Keywords) -> bool:
+    """Return whether an operation runs on the meta device, where nothing is drawn."""
+    device = kwargs.get("device")
+    return (device is not None and torch.device(device).type == "meta") or any(
+        isinstance(each, Tensor) and each.is_meta for each in args
+    )
+
+
 def generator_of(func: Any, args: Arguments, kwargs: Keywords) -> torch.Generator:
     """Return the generator from which an operation draws."""
     given = kwargs.get("generator")

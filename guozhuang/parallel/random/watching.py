@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import UsageError, explain
+from ..running import running_calls
 from .divided import Declaration, declared, declaring
 
 # Modules that are always watched: they draw while they are in training and their probability is above 0.
@@ -35,7 +35,7 @@ class Watch:
         self.modules: dict[nn.Module, tuple[Declaration, ...]] = {}
         self.num_found = 0
         self.is_forward = False
-        self._mode = mode
+        self._model, self._mode = module, mode
         self._is_entered = False
         self._entered: list[tuple[nn.Module, contextlib.ExitStack]] = []
         self._hooked: set[nn.Module] = set()
@@ -107,10 +107,11 @@ class Watch:
         module.register_forward_hook(after, always_call=True)
 
     def add_caller(self) -> None:
-        """Watch the innermost module whose forward is being computed, because it draws."""
-        frame, is_recomputed = sys._getframe(2), False
-        while frame is not None:
-            if frame.f_code.co_name == "forward" and isinstance(module := frame.f_locals.get("self"), nn.Module):
+        """Watch the innermost module of the model whose forward is being computed, because it draws."""
+        is_recomputed = False
+        for call in running_calls():
+            module = call.module
+            if call.name == "forward" and module is not None and any(each is module for each in self._model.modules()):
                 if is_recomputed:
                     what = "a function that torch.utils.checkpoint runs draws random numbers outside of any module"
                     raise UsageError(explain(what, value=type(module).__name__, fix="give checkpoint a module"))
@@ -122,8 +123,7 @@ class Watch:
                     self._draw_untold.add(module)
                     self.num_found += 1
                 return
-            is_recomputed = is_recomputed or frame.f_code.co_filename.endswith("torch/utils/checkpoint.py")
-            frame = frame.f_back  # type: ignore[assignment]
+            is_recomputed = is_recomputed or call.file.endswith("torch/utils/checkpoint.py")
         self.num_found += 1  # there is no module to watch, so all operations must be looked at in the next forward, too
 
     def _draws(self, module: nn.Module) -> bool:

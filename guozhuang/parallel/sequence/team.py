@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from ...errors import UsageError, explain
 from ..activations.names import changes_in_place
 from ..activations.tensor import DividedTensor, Handler, Ranks, all_whole, divided_among, handles
+from ..running import running_calls
 from ..spans import SpansOfRanks
 
 
@@ -63,7 +63,7 @@ class Team(Ranks):
         Raises:
             UsageError: always; the text names the module that runs.
         """
-        inside = next((each for each in _running_modules() if id(each) in self.names), None)
+        inside = next((call.module for call in running_calls() if id(call.module) in self.names), None)
         name = (self.names[id(inside)] if inside is not None else "") or (self.in_blocks[-1] if self.in_blocks else "")
         what = (
             f"The sequence cannot be divided in this model: {what} may join tokens in a way that is not attention"
@@ -117,16 +117,6 @@ class Team(Ranks):
         work = dist.all_to_all_single(got, flat, takes, gives, group=self.group, async_op=True)
         assert work is not None
         return got, work
-
-
-def _running_modules() -> Iterator[nn.Module]:
-    """The modules whose methods run, innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            yield owner
-        frame = frame.f_back  # type: ignore[assignment]
 
 
 class _Exchange(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from ....errors import UsageError, explain
+from ....generators import kept
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, type)
 
@@ -93,7 +94,7 @@ class UnitOutputs:
                 module.momentum = 0.1  # without a momentum it reads a value, of which the meta device has none
         first = name.partition("#")[0]
         try:
-            with torch.no_grad():
+            with kept(), torch.no_grad():
                 try:
                     given = _as_without_autocast(leaves, self._tensors[first].values())
                     meta_args, meta_kwargs = pytree.tree_unflatten([_to_meta(leaf) for leaf in given], spec)
