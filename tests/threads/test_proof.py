@@ -390,6 +390,26 @@ def test_a_kind_whose_forwards_always_find_gradients_is_given_up_and_said(monkey
     assert len(told) == 1 and "gradients of earlier batches were there before each of 3 forwards" in told[0]
 
 
+def test_a_batch_that_the_script_gives_up_leaves_nothing_unproved():
+    torch.manual_seed(0)
+    one = Net(between=lambda net, x: x.roll(1, 0) if x.dim() == 3 else x)
+    models = [copy.deepcopy(one) for _ in range(2)]
+
+    def rank_of(rank, size):
+        setup = Setup(SimpleNamespace(layout=PIPELINE), wishes={"num_microbatches": 4})
+        optimizer = torch.optim.SGD(models[rank].parameters(), 0.1)
+        model, _ = prepare_divided(models[rank], optimizer, setup, get("hybrid"))
+        loss = model(torch.arange(48.0).sin().view(8, 6)).sum()
+        if reference.here is not None:  # one process goes on with the first batch
+            loss.backward()
+        try:
+            model(torch.arange(96.0).sin().view(8, 2, 6))
+        except UsageError as error:
+            return str(error)
+
+    assert all("the model's output is not that of one process" in str(found) for found in run_threads(rank_of, 2))
+
+
 @pytest.mark.parametrize(
     ("free", "num_together", "said"),
     [

@@ -107,6 +107,10 @@ class Proof:
         """
         if self._had_backward and reference.here is None:
             self._close(proved=True)
+        report = None
+        if going_on.proof is self and reference.here is None:
+            # None where the script has given the last batch up, and one process goes on with it.
+            report = self._next_report("forward")
         mine, kind = self._of(divided), None
         if reference.here is None and going_on.proof is not self:
             kind = mine.kind((args, kwargs))
@@ -120,16 +124,15 @@ class Proof:
                 found = run()
         except Exception as error:
             with self.abandoned_on_error():
-                self._failed(divided, error)
+                self._failed(divided, error, report)
                 raise
         record.take_outputs(found)
         self._has_graph = self._has_graph or _has_graph(found)
-        report = self._next_report("forward")
-        if report is not None:
-            self._compare(
-                lambda noise: self._forward_differences(divided, record, report, noise), report, divided, record
-            )
-        if report is None or not self._has_graph:
+        told = report or self._next_report("forward")
+        if told is None:
+            return found
+        self._compare(lambda noise: self._forward_differences(divided, record, told, noise), told, divided, record)
+        if not self._has_graph:
             self._close(proved=True)
         return found
 
@@ -178,8 +181,6 @@ class Proof:
 
             self._compare(differences, report, divided, record)
             self._had_backward, self._tokens = True, self._tokens_now()
-        else:
-            self._close(proved=True)
         return loss
 
     def after_backward(self, loss: float | None) -> None:
@@ -195,7 +196,6 @@ class Proof:
             return
         report = self._next_report("backward")
         if report is None:
-            self._close(proved=True)
             return
         self._compare(lambda noise: self._backward_differences(loss, report, noise), report)
 
@@ -238,16 +238,17 @@ class Proof:
 
     # The work.
 
-    def _failed(self, divided: Divided, error: Exception) -> None:
+    def _failed(self, divided: Divided, error: Exception, report: ReferenceReport | None) -> None:
         """Say of an error in a divided forward whether one process has it too; the rank with the reference knows."""
         if isinstance(error, UsageError | MismatchError | WorldError):
             return
         layout = self._axes.layout
-        if self._references is not None and self._references.next().event == "forward":
+        told = report if report is not None or self._references is None else self._references.next()
+        if told is not None and told.event == "forward":
             what = f"under layout {layout} the model's forward fails, and in one process it does not"
-            told = str(error).partition("\n")[0]
-            fix = cure(layout, divided.model)
-            raise UsageError(explain(what, value=f"{type(error).__name__}: {told}", fix=fix)) from error
+            first_line = str(error).partition("\n")[0]
+            value, fix = f"{type(error).__name__}: {first_line}", cure(layout, divided.model)
+            raise UsageError(explain(what, value=value, fix=fix)) from error
         error.add_note(f"This was the first forward of its kind under layout {layout}: {cure(layout, divided.model)}.")
 
     def _of(self, divided: Divided) -> ProvedModel:
@@ -329,10 +330,17 @@ class Proof:
         return found
 
     def _next_report(self, event: str) -> ReferenceReport | None:
-        """Return the reference's next report on every rank, without its tensors on others; None if it has ended."""
+        """Return the reference's next report on every rank, without its tensors on others; None if it has ended.
+
+        If it ends before the backward, so does the comparison; forwards of these kinds are compared once more.
+        """
         report, why = self._reports.next(self._references, event)
         if report is None and self._axes.everyone.rank() == 0:
             _log.warning("proof: not compared with one process from the %s on: %s", event, why)
+        if report is None and event != "step":
+            for mine, kind in self._pending:
+                mine.was_cut_short(kind)
+            self._close(proved=False)
         return report
 
     def _forward_differences(

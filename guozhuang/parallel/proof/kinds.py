@@ -18,6 +18,7 @@ from .undivided import UndividedForm
 if TYPE_CHECKING:
     from ..prepare import Divided
 
+_MOST_CUTS = 2
 _num_registered = 0
 
 
@@ -46,6 +47,7 @@ class ProvedModel:
         self._kinds: set[Hashable] = set()
         #: How often forwards of a kind could not be compared yet.
         self.num_waits: collections.Counter[Hashable] = collections.Counter()
+        self._num_cuts: collections.Counter[Hashable] = collections.Counter()
         self._every, self._began_at_step = every, registry.num_steps
         self._structure: tuple[int, list[nn.Module], int] = (-1, [], 0)
 
@@ -55,6 +57,12 @@ class ProvedModel:
         if self._every is not None and registry.num_steps >= self._began_at_step + self._every:
             self._kinds, self._began_at_step = set(), registry.num_steps
         return self._kinds
+
+    def was_cut_short(self, kind: Hashable) -> None:
+        """Note that a comparison ended before the backward; the next one of its kind is the last."""
+        self._num_cuts[kind] += 1
+        if self._num_cuts[kind] == _MOST_CUTS:
+            self.kinds.add(kind)
 
     def _forget(self, _: object) -> None:
         self.form = None
