@@ -205,7 +205,6 @@ class _Passes(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.told = pipe, batch
-        ctx.shapes = [each.shape for each in inputs]
         for each in batch.microbatches:
             tensors = pytree.tree_leaves((each.args, dict(each.kwargs)))
             batch.inputs.append([leaf for leaf in tensors if isinstance(leaf, Tensor) and leaf.requires_grad])
@@ -226,17 +225,20 @@ class _Passes(torch.autograd.Function):
         pipe, batch = ctx.told
         ctx.told = None
         pipe._backwards(batch, gradients)
-        return None, None, None, None, *_input_gradients(batch, ctx.shapes, pipe.group)
+        return None, None, None, None, *_input_gradients(batch, pipe.group)
 
 
-def _input_gradients(batch: _Batch, shapes: Sequence[torch.Size], group: dist.ProcessGroup) -> list[Tensor]:
+def _input_gradients(batch: _Batch, group: dist.ProcessGroup) -> list[Tensor]:
     """Return the gradients of the inputs that require one, which several stages may have computed parts of."""
     found = []
-    for i, shape in enumerate(shapes):
+    first = batch.microbatches[0]
+    leaves = pytree.tree_leaves((first.args, dict(first.kwargs)))
+    pairs = zip(leaves, first.dims, strict=True)
+    dims = [dim for leaf, dim in pairs if isinstance(leaf, Tensor) and leaf.requires_grad]
+    for i, dim in enumerate(dims):
         parts = [each[i] for each in batch.inputs]
         grads = [part.grad if part.grad is not None else torch.zeros_like(part) for part in parts]
-        is_cut = len(shape) > 0 and shape[0] == batch.microbatches[0].num_rows
-        joined = (torch.cat(grads) if is_cut else torch.stack(grads).sum(0)).contiguous()
+        joined = (torch.stack(grads).sum(0) if dim is None else torch.cat(grads, dim)).contiguous()
         dist.all_reduce(joined, group=group)
         found.append(joined)
     return found

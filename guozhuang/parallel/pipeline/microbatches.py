@@ -35,33 +35,88 @@ def count_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return rows
 
 
-def cut_batch(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int) -> list[Microbatch]:
-    """Cut a batch along the first dimension; the parts differ by one row at most, and there are no empty ones.
+class SampleDims:
+    """In which dimension of each input of a model the samples lie, as the batches so far show it.
 
-    Tensors whose first dimension has another length, and everything else, are given to each microbatch whole. Tensors that
-    require a gradient are cut from the graph: their parts are leaves.
+    It is the first one where that is as long as the batch. A mask of (tokens, tokens) is as long as a batch of so many samples
+    too, but not as long as all other batches: it is whole in each of them once one batch has shown that.
+    """
+
+    def __init__(self) -> None:
+        # By structure of the inputs, place among their leaves and number of dims: those that were as long as each batch.
+        self._long: dict[tuple[str, int, int], set[int]] = {}
+        # Those whose samples were found in another dimension than the first.
+        self._elsewhere: dict[tuple[str, int, int], int] = {}
+
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | None, ...]:
+        """Return the dimension of each leaf of the inputs; None for those that each microbatch gets whole."""
+        return tuple(
+            None if key is None or not self._long[key] else 0 if 0 in self._long[key] else self._elsewhere.get(key)
+            for key in self._keys(args, kwargs)
+        )
+
+    def look_elsewhere(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Take inputs to have their samples in a later dimension that is as long as each batch; return whether one has one.
+
+        States of recurrent networks are such: (layers, samples, features).
+        """
+        keys = [key for key in self._keys(args, kwargs) if key is not None and key not in self._elsewhere]
+        found = {key: min(self._long[key]) for key in keys if self._long[key] and 0 not in self._long[key]}
+        self._elsewhere |= found
+        return bool(found)
+
+    def _keys(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, int, int] | None]:
+        rows = count_rows(args, kwargs)
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        found: list[tuple[str, int, int] | None] = []
+        for place, leaf in enumerate(leaves):
+            key = (str(spec), place, leaf.dim()) if isinstance(leaf, Tensor) else None
+            if key is not None:
+                long = {dim for dim, size in enumerate(leaf.shape) if size == rows}
+                self._long[key] = self._long.get(key, long) & long
+            found.append(key)
+        return found
+
+
+def cut_batch(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    num_microbatches: int,
+    dims: tuple[int | None, ...] | None = None,
+) -> list[Microbatch]:
+    """Cut a batch along its samples; the parts differ by one row at most, and there are no empty ones.
+
+    Everything that has no samples is given to each microbatch whole. Tensors that require a gradient are cut from the graph:
+    their parts are leaves.
 
     Args:
         args: the positional inputs of the model.
         kwargs: its keyword inputs.
         num_microbatches: at most; never more than rows.
+        dims: in which dimension of each leaf of the inputs the samples lie; None: what this batch alone tells.
     """
     rows = count_rows(args, kwargs)
+    if dims is None:
+        dims = SampleDims().of(args, kwargs)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     count = max(1, min(num_microbatches, rows))
     least, rest = divmod(rows, count)
     found, start = [], 0
     for number in range(count):
         stop = start + least + (number < rest)
-        inside = [_part(leaf, slice(start, stop), rows) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        inside = [
+            _part(leaf, dim, start, stop) if isinstance(leaf, Tensor) else leaf
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ]
         mine_args, mine_kwargs = pytree.tree_unflatten(inside, spec)
-        found.append(Microbatch(number, mine_args, mine_kwargs, slice(start, stop), rows))
+        found.append(Microbatch(number, mine_args, mine_kwargs, slice(start, stop), rows, dims))
         start = stop
     return found
 
 
-def _part(tensor: Tensor, rows: slice, num_rows: int) -> Tensor:
-    cut = tensor[rows] if tensor.dim() and tensor.shape[0] == num_rows else tensor
+def _part(tensor: Tensor, dim: int | None, start: int, stop: int) -> Tensor:
+    cut = tensor if dim is None else tensor.narrow(dim, start, stop - start)
+    cut = cut.contiguous() if dim else cut  # recurrent networks take no other states
     return cut.detach().requires_grad_() if tensor.requires_grad else cut
 
 
@@ -72,10 +127,8 @@ def with_rows(microbatch: Microbatch, num_rows: int) -> tuple[tuple[Any, ...], d
     if num_rows != length and length:
         places = torch.arange(num_rows) % length
         leaves = [
-            leaf[places.to(leaf.device)]
-            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == length
-            else leaf
-            for leaf in leaves
+            leaf if dim is None else leaf.index_select(dim, places.to(leaf.device))
+            for leaf, dim in zip(leaves, microbatch.dims, strict=True)
         ]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return args, kwargs

@@ -29,7 +29,7 @@ from .deferred import DeferredWeights
 from .forwards.calls import ObservedForward, Routes, observe, route
 from .forwards.outputs import PLAIN, UnitOutputs
 from .forwards.stage import GlueBuffers, Microbatch, Stage
-from .microbatches import count_rows, cut_batch, with_rows
+from .microbatches import SampleDims, count_rows, cut_batch, with_rows
 from .runtime import PipelineRuntime
 from .transfers import StageTransfers
 
@@ -108,6 +108,7 @@ class StagePlans:
             what = f"the model has {len(self.units)} parts between which it can be cut, for {self.num_stages} stages"
             fix = "use fewer ranks along pp; a model is cut between the elements of its lists, or its children"
             raise UsageError(explain(what, value=list(self.units) or type(model).__name__, fix=fix))
+        self._samples = SampleDims()
         self.outputs, self._glue = UnitOutputs(self.units), GlueBuffers(model, self.units)
         self.owners: dict[str, tuple[int, ...]] = {}
         self.shared: list[tuple[nn.Parameter, tuple[int, ...]]] = []
@@ -137,10 +138,15 @@ class StagePlans:
         """
         rows = count_rows(args, kwargs)
         key = self._kind(args, kwargs, runs_tail)
+        self._samples.of(args, kwargs)
         if key not in self._plans:
-            microbatch = cut_batch(args, kwargs, self._num_microbatches or self._usual_number)[0]
             with unrecorded():
-                calls = self._observed(microbatch)
+                try:
+                    calls = self._observed(args, kwargs)
+                except Exception:
+                    if not self._samples.look_elsewhere(args, kwargs):
+                        raise
+                    calls = self._observed(args, kwargs)
                 if not self._stage_of:
                     self._divide(calls, args, kwargs)
             stage_of = self._stages(calls)
@@ -173,7 +179,7 @@ class StagePlans:
                 for stage, seconds in oldest.busy_s.items():
                     self._busy_before[stage] += seconds
         self._last_rows = rows
-        return self._plans[key], cut_batch(args, kwargs, self._number_for(rows))
+        return self._plans[key], cut_batch(args, kwargs, self._number_for(rows), self._samples.of(args, kwargs))
 
     def times(self) -> list[StageTimes]:
         """Return the stages of this rank with their times; none before the model is divided."""
@@ -243,17 +249,19 @@ class StagePlans:
             self._deferred = DeferredWeights(self.model)
         return self._deferred
 
-    def _observed(self, microbatch: Microbatch) -> ObservedForward:
+    def _observed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ObservedForward:
         """Run the forward without its units twice, with one more row the second time, which shows dimensions of samples."""
+        number = self._num_microbatches or self._usual_number
+        microbatch = cut_batch(args, kwargs, number, self._samples.of(args, kwargs))[0]
         rows = microbatch.rows.stop - microbatch.rows.start
         found = []
         for count in (rows, rows + 1):
-            args, kwargs = with_rows(microbatch, count)
+            few_args, few_kwargs = with_rows(microbatch, count)
             with contextlib.ExitStack() as stack:
                 for each in self.draws.values():
                     stack.enter_context(each.probe(count))
                 stack.enter_context(self._glue.unchanged())
-                found.append(observe(self.model, self.units, self.outputs, args, kwargs))
+                found.append(observe(self.model, self.units, self.outputs, few_args, few_kwargs))
         return found[0]
 
     def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], runs_tail: bool) -> Any:
@@ -318,7 +326,8 @@ class StagePlans:
             raise UsageError(explain(what, value=names, fix="use fewer ranks along pp"))
         p, rows = self.group.size(), count_rows(args, kwargs)
         numbers = (4 * p, p) if self._may_choose else (self._num_microbatches or self._usual_number,)
-        sizes = {each.rows.stop: each for each in (cut_batch(args, kwargs, m)[0] for m in numbers)}
+        dims = self._samples.of(args, kwargs)
+        sizes = {each.rows.stop: each for each in (cut_batch(args, kwargs, m, dims)[0] for m in numbers)}
         told: list[Any] = [None]
         if self.group.rank() == 0:  # other axes divide operations, which all of their ranks have to take part in
             shapes = {call.name: call.shapes for call in calls.calls}

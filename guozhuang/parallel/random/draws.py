@@ -108,9 +108,14 @@ class Draws:
         """
         states = self._states()
         seen: list[Draw] = []
-        with _Seen(seen):
-            yield
-        self._set(states)
+        try:
+            with _Seen(seen):
+                yield
+        except BaseException:
+            self._rows.forget_look()
+            raise
+        finally:
+            self._set(states)
         self._rows.look(num_rows, seen)
 
     def begin(self) -> None:

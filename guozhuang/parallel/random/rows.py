@@ -56,6 +56,10 @@ class RowDims:
             self._patterns.setdefault(key, set()).add(tuple(pattern))
             self._templates.setdefault(key, set()).add((tuple(pattern), template))
 
+    def forget_look(self) -> None:
+        """Begin again with the first of two looks: the model has failed in one."""
+        self._look = None
+
     def of(self, name: str, shape: torch.Size, num_rows: int) -> Pattern:
         """Return which dims of a draw are rows.
 

@@ -40,6 +40,7 @@ class Microbatch:
         kwargs: the keyword inputs.
         rows: which rows of the batch.
         num_rows: of the batch.
+        dims: of each leaf of the inputs, in which dimension it was cut; None: it is whole.
     """
 
     number: int
@@ -47,6 +48,7 @@ class Microbatch:
     kwargs: Mapping[str, Any]
     rows: slice
     num_rows: int
+    dims: tuple[int | None, ...] = ()
 
 
 @dataclass
