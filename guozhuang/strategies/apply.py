@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from guozhuang.data_parallel import DataParallel
 from guozhuang.distributed import DistributedDataParallel
 from guozhuang.distributed.arguments import LEFT_OUT
 from guozhuang.errors import UsageError, explain
@@ -20,11 +19,12 @@ from guozhuang.groups.subgroups import timeout_s
 from guozhuang.registry import registry
 from guozhuang.sharding.optimizer import ShardedOptimizer
 from guozhuang.sharding.prepared import EqualBuffers
+from guozhuang.strategies.arguments import check_ddp_options, check_kinds, check_pair
 from guozhuang.strategies.effects import check_axes, check_comparisons
 from guozhuang.strategies.prepared import StandsForModule, warn_of_differences
 from guozhuang.strategies.steps import look_for_nan, measure_own_time, record_steps
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
-from guozhuang.strategies.ways import PlainStep, PreparedPair, Setup, Sharded, several, takes_several, wraps_in_ddp
+from guozhuang.strategies.ways import PlainStep, PreparedPair, Setup, Sharded, several, wraps_in_ddp
 from guozhuang.timeline import Timeline
 from guozhuang.world import (
     Layout,
@@ -46,10 +46,6 @@ from guozhuang.world import (
 )
 from guozhuang.world.layout import AXES, HYBRID
 
-_WRAPPERS = (DistributedDataParallel, DataParallel, nn.parallel.DistributedDataParallel, nn.DataParallel)
-# Arguments of DistributedDataParallel that say how gradients are grouped and awaited, but not what is computed.
-_HOW_ONLY = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "batched_grad_copy"}
-_HOW_ONLY |= {"bucket_cap_mb_list", "lazy_bucket_allocation", "skip_all_reduce_unused_params"}
 _NO_WEIGHTS = "this strategy does not weigh the gradients of the ranks by their samples"
 _log = logging.getLogger("guozhuang")
 
@@ -143,6 +139,7 @@ def prepare_unseen(
     wishes: Mapping[str, Any] | None = None,
 ) -> PreparedPair:
     """Do what :func:`prepare` does, for a trainer whose scripts see their own module alone and whose checkpoints are whole."""
+    check_kinds(model, strategy, layout, num_replicas, ddp_options)
     world = current()
     if world is None:
         world = init()
@@ -158,8 +155,8 @@ def prepare_unseen(
             options.setdefault("bucket_cap_mb", cap_mb)
     world = _lay_out(world, chosen, layout, is_named=strategy is not None)
     optimizers: tuple[Any, ...] = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
-    _check(model, optimizers, chosen, world, num_replicas)
-    _check_ddp_options(chosen, options)
+    check_pair(model, optimizers, chosen, world, num_replicas)
+    check_ddp_options(chosen, options)
     _place(model, optimizers, world)
     if group := dist.group.WORLD:  # before the strategy's own comparison, which would find other buckets or weights
         agree(group, "the strategy", [chosen.name], timeout_s(group), "give prepare() the same strategy on every rank")
@@ -328,57 +325,6 @@ def _refuse_loaders_of_no_world(world: World) -> None:
         raise UsageError(explain(what, value=f"{world.size} ranks", rank=world.rank, fix=fix))
 
 
-def _check(
-    model: nn.Module, optimizers: Sequence[Optimizer], chosen: Strategy, world: World, num_replicas: int | None
-) -> None:
-    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        raise UsageError(
-            explain(
-                "prepare() takes a torch optimizer as its second value, or several",
-                value=", ".join(type(each).__name__ for each in optimizers) or "none",
-                rank=world.rank,
-                fix="make one from model.parameters() and hand it over",
-            )
-        )
-    if len(optimizers) > 1 and not takes_several(chosen.prepare):
-        what = f"strategy {chosen.name} takes a model together with its one optimizer, and there are {len(optimizers)}"
-        fix = "make one optimizer for all parameters, or choose ddp or sharded"
-        raise UsageError(explain(what, value=chosen.name, rank=world.rank, fix=fix))
-    if chosen.one_process and world.size > 1:
-        what = f"strategy {chosen.name} is for one process and this world has {world.size} ranks"
-        fix = "start the script in one process, or choose a strategy of several ranks such as ddp"
-        raise UsageError(explain(what, value=chosen.name, rank=world.rank, fix=fix))
-    if num_replicas is not None and (chosen.name != "dp" or num_replicas < 1):
-        raise UsageError(
-            explain("num_replicas is a count >= 1 for the strategy dp only", value=num_replicas, fix="leave it out")
-        )
-    if isinstance(model, _WRAPPERS):
-        raise UsageError(
-            explain("the model is wrapped already", value=type(model).__name__, fix="hand over the bare model")
-        )
-    own = {id(parameter) for parameter in model.parameters()}
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        fix = "call requires_grad_(True) on what is to be trained, or use the model as it is"
-        raise UsageError(explain("no parameter of the model requires a gradient", value=type(model).__name__, fix=fix))
-    strangers = sum(id(p) not in own for each in optimizers for group in each.param_groups for p in group["params"])
-    if strangers:
-        raise UsageError(
-            explain(
-                "the optimizer holds parameters that are not the model's",
-                value=strangers,
-                rank=world.rank,
-                fix="make the optimizer from the parameters of the very model you hand over",
-            )
-        )
-    bags = nn.Embedding | nn.EmbeddingBag
-    limited = [name for name, part in model.named_modules() if isinstance(part, bags) and part.max_norm is not None]
-    has_shares = world.layout.dp > 1 or (chosen.name == "dp" and num_replicas != 1)
-    if limited and has_shares and chosen.exact:
-        what = "an embedding with max_norm changes its weights in forward, each rank those of the rows that it looks up"
-        fix = "leave max_norm out, and limit all rows after each step: with torch.no_grad(): weight.renorm_(2, 0, max_norm)"
-        raise UsageError(explain(what, value=", ".join(limited), rank=world.rank, fix=fix))
-
-
 def check_bucket_cap(chosen: Strategy, cap_mb: float) -> None:
     """Raise if a cap of buckets was requested for a strategy that does not wrap the model in DistributedDataParallel.
 
@@ -388,13 +334,6 @@ def check_bucket_cap(chosen: Strategy, cap_mb: float) -> None:
     if not wraps_in_ddp(chosen.prepare):
         what = f"strategy {chosen.name} does not put gradients into buckets of DistributedDataParallel"
         raise UsageError(explain(what, value=f"--bucket-cap-mb {cap_mb:g}", fix="leave it out, or choose ddp"))
-
-
-def _check_ddp_options(chosen: Strategy, options: Mapping[str, Any]) -> None:
-    others = sorted(options.keys() - _HOW_ONLY)
-    if others and not wraps_in_ddp(chosen.prepare):
-        what = f"strategy {chosen.name} does not wrap the model in DistributedDataParallel, so it cannot take these arguments"
-        raise UsageError(explain(what, value=others, fix="leave them out, or choose a strategy such as ddp"))
 
 
 def _give_step(model: nn.Module, loss: Callable[..., Any] | None) -> None:

@@ -278,3 +278,26 @@ def test_a_strategy_may_own_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(prepared.step(batch, _squares).detach(), plain.step(batch, _squares))
     torch.testing.assert_close(dict(model.named_parameters()), dict(twin.named_parameters()))
     assert len(trained) == 1
+
+
+MODEL, OPTIMIZER = _pair()
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        ((MODEL, OPTIMIZER, OPTIMIZER), {}, r"prepare\(model, \[first, second\]\)"),
+        ((MODEL, OPTIMIZER, 3), {}, "as strategy .got 3"),
+        ((MODEL, OPTIMIZER), {"layout": 2}, "as layout .got 2"),
+        ((MODEL, OPTIMIZER), {"num_replicas": "2"}, "as num_replicas .got '2'"),
+        ((MODEL, OPTIMIZER), {"ddp_options": [1]}, "as ddp_options .got 'list'"),
+        ((nn.Linear, OPTIMIZER), {}, "takes a module as model .got 'the class Linear'"),
+        ((OPTIMIZER, MODEL), {}, "takes a module as model .got 'SGD'"),
+        ((MODEL, MODEL), {}, "takes a torch optimizer as its second value.*'Linear'"),
+        ((MODEL, [OPTIMIZER, 1]), {}, "takes a torch optimizer as its second value.*'SGD, int'"),
+    ],
+)
+def test_what_prepare_is_given_is_named_where_it_is_of_another_kind(arguments, options, said):
+    with pytest.raises(UsageError, match=said):
+        gz.prepare(*arguments, **options)
