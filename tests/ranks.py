@@ -242,6 +242,7 @@ def _child(
     os.environ.update({name: value for name, value in wanted.items() if value is not None})
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    own_pid = os.getpid()
     exit_code, store = 0, dist.FileStore(os.path.join(folder, "store"), num_ranks) if backend is not None else None
     try:
         if store is not None:
@@ -258,6 +259,8 @@ def _child(
     except BaseException as error:
         answer = pickle.dumps(("error", (type(error).__name__, str(error), traceback.format_exc())))
         exit_code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    if os.getpid() != own_pid:  # the reference of a proof, in which the function has come to its end
+        os._exit(exit_code)
     sys.stdout.flush()
     sys.stderr.flush()
     sender.send_bytes(answer)

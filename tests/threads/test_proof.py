@@ -456,3 +456,21 @@ def test_a_loss_that_is_rounding_alone_differs_from_none():
     found = noise.noise_of(one, reference.ReferenceReport("backward", loss=1.67e-6))
     assert not [*compare.differences_of_loss(1.19e-7, 1.67e-6, found)]
     assert [*compare.differences_of_loss(1e-2, 1.67e-6, found)] and [*compare.differences_of_loss(1.19e-7, 1.67e-6, {})]
+
+
+def test_gradients_of_a_stage_are_a_mean_also_where_another_stage_is_frozen():
+    """A frozen stage averages nothing, and it is the one that has the reference."""
+    torch.manual_seed(0)
+    one = Net()
+    one.embed.requires_grad_(False)
+    one.blocks.requires_grad_(False)
+    models = [copy.deepcopy(one) for _ in range(4)]
+
+    def rank_of(rank, size):
+        setup = Setup(SimpleNamespace(layout=Layout(pp=2, dp=2)), wishes={"num_microbatches": 2, "cut": ["head"]})
+        optimizer = torch.optim.SGD([p for p in models[rank].parameters() if p.requires_grad], 0.1)
+        model, _ = prepare_divided(models[rank], optimizer, setup, get("hybrid"))
+        place = torch.distributed.get_rank() % 2
+        model(torch.arange(48.0).sin().view(8, 6).chunk(2)[place]).pow(2).mean().backward()
+
+    run_threads(rank_of, 4)

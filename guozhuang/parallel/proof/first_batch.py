@@ -359,9 +359,11 @@ class Proof:
         if not all(each.has_exact_gradients for each in self._compared.values()):
             return found
         is_whole = self._axes.size("space") * self._axes.size("sequence") == 1
-        total = 0.0
+        total, of_ranks = 0.0, [None] * self._group.size()
+        mine: Any = {number for number, each in self._compared.items() if each.averages()}  # none on a frozen stage
+        dist.all_gather_object(of_ranks, mine, group=self._group)
         for number, model in models.items():
-            averages = self._compared[number].averages()
+            averages = any(each and number in each for each in of_ranks)
             if not averages and not is_whole:
                 continue  # each rank has what its part of the samples gives
             for name, parameter in model.named_parameters():
