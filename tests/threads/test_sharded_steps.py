@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import guozhuang as gz
-from guozhuang.errors import UsageError
+from guozhuang.errors import MismatchError, UsageError
+from guozhuang.exchange import AllReduce
 from guozhuang.registry import registry
 from guozhuang.sharding import shard
 from tests.threads.ranks import run_threads
@@ -144,6 +146,36 @@ def test_buckets_of_two_optimizers_do_not_mix() -> None:
     torch.manual_seed(0)
     for found, alone in run_threads(trains_by_two, 2, Layers().double()):
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+
+
+def skips_a_backward(rank: int, size: int, plain: nn.Module, reduces: bool) -> tuple[str, int]:
+    """Rank 1 leaves out the backward of one step; the script's own all-reduce is of the same size as the bucket."""
+    model, optimizer = shard(plain := copy.deepcopy(plain), sgd(plain), exchange=AllReduce())
+    num_elements = sum(p.numel() for p in model.parameters())
+    for step in range(6):
+        loss = model(rows(step)).sum()
+        if rank != 1 or step != 4:
+            loss.backward()
+        if reduces:
+            dist.all_reduce(torch.full((num_elements,), step, dtype=torch.float64))
+        try:
+            optimizer.step()
+        except MismatchError as error:
+            return str(error), step
+        optimizer.zero_grad()
+    return "", 6
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_collective_that_met_gradients_of_others_is_named_in_its_step(size: int) -> None:
+    for rank, (text, step) in enumerate(run_threads(skips_a_backward, size, two_layers(), True)):
+        assert step == 4, text
+        assert f"[rank {rank}]" in text and "a collective, which was paired with gradients" in text
+
+
+def test_without_one_a_rank_without_gradients_counts_as_zeros_until_it_is_known_to_have_left_out_a_batch() -> None:
+    for text, step in run_threads(skips_a_backward, 2, two_layers(), False):
+        assert step == 5 and "ranks differ in their steps" in text
 
 
 def is_scaled_once(rank: int, size: int, plain: nn.Module) -> float:
