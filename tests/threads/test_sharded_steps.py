@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import guozhuang as gz
 from guozhuang.errors import MismatchError, UsageError
 from guozhuang.exchange import AllReduce
+from guozhuang.groups.subgroups import subgroup
 from guozhuang.registry import registry
 from guozhuang.sharding import shard
 from tests.threads.ranks import run_threads
@@ -146,6 +147,43 @@ def test_buckets_of_two_optimizers_do_not_mix() -> None:
     torch.manual_seed(0)
     for found, alone in run_threads(trains_by_two, 2, Layers().double()):
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+
+
+CLIPS: list[Callable[..., Any]] = [gz.clip_grad_norm_, nn.utils.clip_grad_norm_]
+
+
+def clips_two_models(rank: int, size: int, plain: nn.Module, members: list[list[int]], clips: Any) -> Any:
+    """Each of two models is sharded over some ranks, which clip all that they have together; and the same in one process."""
+    world = dist.group.WORLD
+    assert world is not None
+    alone, groups = copy.deepcopy(plain), [subgroup(world, some) if rank in some else None for some in members]
+    held: list[Any] = []
+    for group, model in zip(groups, (copy.deepcopy(plain), copy.deepcopy(plain)), strict=True):
+        if group is not None:
+            held.append(shard(model, sgd(model), group))
+            model(rows(group.rank())).sum().backward()
+    clips([p for model, _ in held for p in model.parameters()], 0.1)
+    for _, optimizer in held:
+        optimizer.step()
+    (sum(alone(rows(of)).sum() for of in range(size)) / size).backward()  # type: ignore[union-attr]
+    twice = [p for p in alone.parameters() for _ in held]  # the norm of two equal models
+    nn.utils.clip_grads_with_norm_(alone.parameters(), 0.1, nn.utils.get_total_norm([p.grad for p in twice]))
+    sgd(alone).step()
+    return [[p.detach() for p in model.parameters()] for model in (alone, *(model for model, _ in held))]
+
+
+@pytest.mark.parametrize("clips", CLIPS)
+def test_two_models_of_two_groups_of_the_same_ranks_are_clipped_together(clips: Any) -> None:
+    for alone, *both in run_threads(clips_two_models, 2, two_layers(), [[0, 1], [0, 1]], clips):
+        for found in both:
+            torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("clips", CLIPS)
+@pytest.mark.parametrize("members", [[[0, 1], [0]], [[0], [0, 1]]])
+def test_models_of_different_ranks_are_not_clipped_together(members: list[list[int]], clips: Any) -> None:
+    with pytest.raises(AssertionError, match=r"rank 0[\s\S]*sharded over different ranks"):
+        run_threads(clips_two_models, 2, two_layers(), members, clips)
 
 
 def skips_a_backward(rank: int, size: int, plain: nn.Module, reduces: bool) -> tuple[str, int]:
