@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.exchange import AllReduce, GradientExchange
+from guozhuang.exchange.adasum import Adasum
 from guozhuang.exchange.cast import Cast
 from guozhuang.exchange.noise_scale import NoiseScale
 from guozhuang.exchange.powersgd import PowerSGD
@@ -153,6 +154,17 @@ WIRES: list[tuple[torch.dtype, torch.dtype | None, torch.dtype]] = [
 @pytest.mark.parametrize(("dtype", "grad_dtype", "wire"), WIRES)
 def test_gradients_are_cast_from_their_own_dtype_and_lie_where_they_lay(dtype: Any, grad_dtype: Any, wire: Any) -> None:
     assert run_threads(with_padding, 2, dtype, grad_dtype) == [(wire, [[1.5, 1.5], [3.0, 3.0]] * 2)] * 2
+
+
+def sums_adaptively(rank: int, size: int) -> None:
+    DistributedDataParallel(nn.Embedding(3, 1, sparse=True)).use_exchange(Adasum())
+
+
+def test_sparse_gradients_are_refused_where_they_would_be_averaged_and_others_not() -> None:
+    with pytest.raises(
+        AssertionError, match=r"UsageError: \[rank 0\] sparse gradients are averaged.* Adasum .*weight.* Fix"
+    ):
+        run_threads(sums_adaptively, 2)
 
 
 def sent(rank: int, size: int, name: str) -> int:
