@@ -51,14 +51,21 @@ def clip_grad_norm_(
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     hooks = {i: hook for i, p in enumerate(chosen) if (hook := arrival_of(p)) is not None}
     if hooks:
-        return _clip_parts(chosen, list(hooks.values()), max_norm, float(norm_type), error_if_nonfinite)
+        given = parameters if isinstance(parameters, Tensor) else chosen
+        return _clip_parts(given, list(hooks.values()), max_norm, float(norm_type), error_if_nonfinite)
     if any(is_dtensor(p) for p in chosen):
         return _clip_distributed(chosen, max_norm, float(norm_type), error_if_nonfinite, foreach)
-    return nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
+    return nn.utils.clip_grad_norm_(
+        parameters if isinstance(parameters, Tensor) else chosen, max_norm, norm_type, error_if_nonfinite, foreach
+    )
 
 
 def _clip_parts(
-    chosen: Sequence[Tensor], hooks: Sequence[Arrival], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    given: Tensor | Sequence[Tensor],
+    hooks: Sequence[Arrival],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
 ) -> Tensor:
     if not norm_type > 0:
         raise UsageError(
@@ -78,9 +85,9 @@ def _clip_parts(
     parts = [_parts(carrier, only) for carrier, only in zip(carriers, wanted, strict=True)]
     held = [p for c, only in zip(carriers, wanted, strict=True) for i, p in enumerate(c.parameters) if i in only]
     if any(division_if_any(p) is not None for p in held):
-        from ..parallel.division import norm_of_blocks  # imported only when needed
+        from ..parallel.clipping import norm_of_blocks  # imported only when needed
 
-        total = norm_of_blocks(held, carriers, wanted, norm_type, given=chosen).to(held[0].dtype)
+        total = norm_of_blocks(held, carriers, wanted, norm_type, given=given).to(held[0].dtype)
     else:
         total = _total([part for some in parts for part in some], carriers, norm_type)
     checked_norm(total, norm_type, error_if_nonfinite)
