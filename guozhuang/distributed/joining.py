@@ -7,9 +7,9 @@ same one, in the same order. The context tells it only of forwards, so each sync
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ class ShadowSteps(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of a rank that joined last; with a weight exchange, make all ranks' weights equal instead."""
         ddp = self._ddp
-        leave_context(ddp)  # here too, for a context that PyTorch's own class has made
+        leave_context(ddp)
         for parameter in self._without_gradient or ():
             parameter.grad = None  # optimizers of other joined objects needed it; the program never made it
         if ddp.around is not None:
@@ -81,17 +81,26 @@ class ShadowSteps(JoinHook):
         broadcast_tensors([tensor for _, tensor in state], ddp.process_group, source)
 
 
-class UnevenInputs(Join):
-    """PyTorch's context, behind which the wrapper is as before it, also where an exception has ended it."""
+def watch_contexts() -> None:
+    """Let each join context leave the wrappers behind it as they were before it, also where an exception has ended it.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    PyTorch's ``__exit__`` calls no hook after an exception, so it is replaced: scripts make such contexts themselves, too.
+    """
+    exits: Any = Join.__exit__
+    if hasattr(exits, "_leaves"):
+        return
+
+    @functools.wraps(exits)
+    def leaving(self: Join, *args: Any) -> Any:
         try:
-            super().__exit__(kind, error, trace)
+            return exits(self, *args)
         finally:
             for joinable in self._joinables:
-                leave_context(cast("DistributedDataParallel", joinable))
+                if hasattr(joinable, "in_join_context"):  # no wrapper of ours otherwise
+                    leave_context(cast("DistributedDataParallel", joinable))
+
+    vars(leaving)["_leaves"] = True
+    setattr(Join, "__exit__", leaving)  # noqa: B010  (type checkers refuse an assignment to a method)
 
 
 def leave_context(ddp: DistributedDataParallel) -> None:

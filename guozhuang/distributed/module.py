@@ -37,12 +37,12 @@ from .arguments import (
 from .exchanging import Exchanging
 from .joining import (
     ShadowSteps,
-    UnevenInputs,
     check_can_join,
     expect_one_backward,
     refuse_switch,
     sync_buffers,
     tell_synchronization,
+    watch_contexts,
 )
 from .precision import MixedPrecision, Precision
 from .torch_reducer import Logger, TorchReducer
@@ -405,16 +405,18 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
         """
         if enable and not throw_on_early_termination:
             check_can_join(self)
-        return UnevenInputs(
+        return Join(
             [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
     def join_hook(self, **kwargs: Any) -> ShadowSteps:
         """Return the hook that acts for this rank when it has no more data; called by ``torch.distributed.algorithms.Join``."""
+        watch_contexts()
         self.in_join_context = False
         self.take_up_changes()  # compares switches of requires_grad at a point that every rank reaches
         if self.around is not None:
             self.around.take_up()
+            self.around.awaits_none()
         self.in_join_context = True
         if self.reducer is not None:
             self.reducer.awaited_pass = -1

@@ -9,7 +9,6 @@ Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,11 +55,17 @@ class Cast(AroundGradients[CastState]):
 
     def _wire(self, bucket: Bucket) -> Bucket:
         """Return a narrower bucket with the same views: an exchange may ask for shapes, as those of matrices and tables do."""
-        first, counts = bucket.parameters[0], [p.numel() for p in bucket.parameters]
-        flat = torch.zeros(sum(counts), dtype=self.wire_dtype(first.dtype), device=first.device)
-        offsets = itertools.accumulate(counts[:-1], initial=0)
-        stand_ins = [view_in(flat, at, p) for at, p in zip(offsets, bucket.parameters, strict=True)]
-        return Bucket(bucket.index, bucket.is_last, bucket.names, stand_ins, allocate=lambda *_: flat)
+        flat = torch.zeros_like(bucket.flat, dtype=self.wire_dtype(bucket.flat.dtype))
+        stand_ins = [view_in(flat, at, p) for at, p in zip(bucket.offsets, bucket.parameters, strict=True)]
+        return Bucket(
+            bucket.index,
+            bucket.is_last,
+            bucket.names,
+            stand_ins,
+            allocate=lambda *_: flat,
+            offsets=bucket.offsets,
+            num_elements=flat.numel(),
+        )
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of ``dtype`` are sent, which is never wider than ``dtype``."""

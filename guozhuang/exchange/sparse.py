@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..gradients.buckets import gradient_dtype
 from ..watch.waits import waits
 
 
@@ -37,9 +38,9 @@ def all_gather_mean(gradient: Tensor, divisor: float, group: dist.ProcessGroup, 
 
 
 def no_rows(parameter: Tensor) -> Tensor:
-    """Return an empty sparse gradient, with the shape and dtype of a parameter that was not used."""
+    """Return an empty sparse gradient, with the shape of a parameter that was not used, and the dtype of its gradients."""
     rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-    values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[1:]), dtype=gradient_dtype(parameter), device=parameter.device)
     return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
 
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange
 from ..groups.allocation import zeros_for
+from ..units import listed
 from .awaited import AwaitedBackwards
 from .buckets import NUM_MARKS, Bucket, Caps, in_process_memory
 from .passes import ReducerOptions, weakly
@@ -119,7 +121,16 @@ class BucketedParameters(abc.ABC):
         return self._selection.placement.layout
 
     def use(self, exchange: GradientExchange[Any]) -> None:
-        """Exchange gradients by the method ``exchange`` from now on. Every rank must call it, between steps."""
+        """Exchange gradients by the method ``exchange`` from now on. Every rank must call it, between steps.
+
+        Raises:
+            UsageError: there are sparse gradients, which no exchange gets, and the method makes neither a mean nor a sum.
+        """
+        sparse = [name for bucket in self.buckets if bucket.sparse for name in bucket.names]
+        if sparse and not (exchange.averages or exchange.sums):
+            what = f"sparse gradients are averaged over all ranks, and {type(exchange).__name__} makes something else"
+            fix = "make the embedding with sparse=False, or take an exchange that averages"
+            raise UsageError(explain(what, value=listed(sparse), rank=self.group.rank(), fix=fix))
         before = self._state if exchange is self.exchange else None
         self.exchange = exchange
         dense = self._selection.placement.dense

@@ -124,6 +124,7 @@ class Bucket:
             read this attribute each time.
         marks: the elements behind ``flat`` in which a number travels with the gradients; None: there are none.
         sent: what travels now: ``flat``, or ``flat`` and ``marks``, as :meth:`mark` and :meth:`unmark` say.
+        offsets: for each parameter the element of ``flat`` at which its view begins; there may be padding between them.
         views: one tensor per parameter, of its shape and memory format, sharing memory with ``flat``; none if sparse.
         sparse: whether the bucket is a single parameter with sparse gradients.
     """
@@ -149,7 +150,7 @@ class Bucket:
         self._allocate, self._num_marks = allocate, NUM_MARKS if has_marks else 0
         self._is_marked = False
         sizes = [0 if sparse else p.numel() for p in parameters]
-        self._offsets = list(itertools.accumulate(sizes[:-1], initial=0)) if offsets is None else offsets
+        self.offsets = list(itertools.accumulate(sizes[:-1], initial=0)) if offsets is None else offsets
         self._num_elements = sum(sizes) if num_elements is None else num_elements
         self.renew()
 
@@ -163,7 +164,7 @@ class Bucket:
             self.flat = self._whole.new_empty(0).set_(storage, start, (self._num_elements,), (1,))
             self.marks = self._whole.new_empty(0).set_(storage, start + self._num_elements, (self._num_marks,), (1,))
         dense = () if self.sparse else self.parameters
-        self.views = [view_in(self.flat, at, p) for at, p in zip(self._offsets, dense, strict=False)]
+        self.views = [view_in(self.flat, at, p) for at, p in zip(self.offsets, dense, strict=False)]
 
     @property
     def sent(self) -> Tensor:

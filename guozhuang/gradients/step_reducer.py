@@ -9,6 +9,11 @@ only if no gradient changed after it arrived, on any rank, in the step before; a
 next ``PATIENCE_STEPS`` steps: so accumulation over several backwards, or unscaling, costs next to nothing extra.
 All ranks issue the same collectives in the same order: buckets by index, each once, the small one, then those sent again.
 A parameter without a gradient holds its bucket back until the end of the backward, when all remaining buckets are sent.
+
+[Note: a rank without a backward] A rank that has no gradient in a step sends its buckets at the step, when others have sent
+theirs in backward. If the script calls a collective of the same group between, that one is paired with buckets of other ranks,
+and where sizes are equal nothing fails. So each rank counts the collectives that its buckets came after since the ranks last
+agreed, and the ranks compare these numbers. Numbers may differ alone: some backends count messages between two ranks as well.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from torch.autograd import Variable
 from ..errors import UsageError, explain
 from ..exchange.base import GradientExchange, Work
 from ..exchange.nan_watch import NanWatch
-from ..watch.waits import waits
+from ..watch.waits import num_started, waits
 from ..world.devices import device_of
 from .buckets import NUM_MARKS, Bucket, Placement
 from .unused import UsedAnywhere
@@ -51,6 +56,8 @@ class _StepState:
         has_agreed: whether the ranks have agreed which parameters were used.
         has_callback: whether autograd's engine will call back at the end of the backward.
         sends_early: whether buckets are sent while backward runs; None: it was not asked yet.
+        has_sent_early: whether buckets were sent in a backward.
+        place: the sum over buckets of how many collectives this rank had started since ranks last agreed.
     """
 
     works: list[Work | None]
@@ -64,6 +71,8 @@ class _StepState:
     has_agreed: bool = False
     has_callback: bool = False
     sends_early: bool | None = None
+    has_sent_early: bool = False
+    place: int = 0
 
 
 class StepReducer:
@@ -86,9 +95,10 @@ class StepReducer:
         state: the state of the method.
         step: number of steps so far.
         told_alike: whether all ranks have told the same number when they last agreed.
+        is_mixed_up: whether collectives of the script may have met buckets then. See [Note: a rank without a backward].
     """
 
-    told_alike = True
+    told_alike, is_mixed_up = True, False
 
     def __init__(
         self,
@@ -106,7 +116,7 @@ class StepReducer:
         self._sends_early, self._patience_steps = False, 0
         self._views = GradientViews(parameters, placement)
         self._is_zero = [True] * len(parameters)  # by parameter: whether its view is known to hold zeros
-        self._now = self._new_step()
+        self._now, self._num_agreed = self._new_step(), num_started(group)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -137,7 +147,7 @@ class StepReducer:
         self._now.num_missing[self._placement.bucket_of[index]] -= 1
         if self._now.is_calm and self._sends_now:
             if not self._now.has_callback:
-                self._now.has_callback = True
+                self._now.has_callback = self._now.has_sent_early = True
                 Variable._execution_engine.queue_callback(self._end_of_backward)
             while self._now.next < len(self.buckets) and self._now.num_missing[self._now.next] <= 0:
                 self._start_next()
@@ -168,6 +178,7 @@ class StepReducer:
         bucket = self.buckets[self._now.next]
         if self._sends_now:
             self._now.sums[self._now.next] = _bit_sum(bucket.flat)
+        self._now.place += num_started(self._group) - self._num_agreed
         self._start(bucket)
         self._now.next += 1
 
@@ -219,7 +230,8 @@ class StepReducer:
         for index in range(num_parameters) if sent_early else ():
             self._settle(index)
         facts = [*(p.grad is not None for p in self._parameters), *[False] * num_buckets, not self._now.is_calm]
-        facts += [bool(told >> bit & 1) for bit in range(NUM_MARKS)]
+        facts.append(self._now.has_sent_early)
+        facts += [bool(number >> bit & 1) for number in (self._now.place, told) for bit in range(NUM_MARKS)]
         device = device_of(bucket.flat for bucket in self.buckets)
         flags = torch.tensor(facts, dtype=torch.int32, device=device)
         if sent_early:
@@ -228,8 +240,11 @@ class StepReducer:
                 [s for s in self._now.sums if s is not None]
             )
         counts = UsedAnywhere(flags, self._group, flags.device).counts()
-        self.told_alike = all(count in (0, self._group.size()) for count in counts[-NUM_MARKS:])
-        known = [count > 0 for count in counts[:-NUM_MARKS]]
+        self._num_agreed = num_started(self._group)
+        are_alike = [count in (0, self._group.size()) for count in counts]
+        self.told_alike = all(are_alike[-NUM_MARKS:])
+        self.is_mixed_up = not are_alike[-2 * NUM_MARKS - 1] and not all(are_alike[-2 * NUM_MARKS : -NUM_MARKS])
+        known = [count > 0 for count in counts[: -2 * NUM_MARKS - 1]]
         self._now.again = {b for b in range(num_buckets) if known[num_parameters + b]}
         self._now.is_calm = not known[-1] and not self._now.again
         return known[:num_parameters]

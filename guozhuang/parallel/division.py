@@ -37,6 +37,7 @@ class Division:
         group: the ranks that hold the other parts; None if the tensor is not cut.
         owners: the ranks in ``stages`` that hold the tensor; None: all of them.
         stages: the ranks of the pipeline; None without one.
+        copy: with a pipeline, all ranks that hold one copy of the model together; None: they are those of ``stages``.
         is_kept: whether the tensor stays as large where it is not owned.
         keeper: the rank of ``group`` that has the optimizer's state of the whole tensor; None: each rank has that of its part.
         everyones: the spans of each rank of ``group``, once they were asked for.
@@ -48,6 +49,7 @@ class Division:
     group: dist.ProcessGroup | None = None
     owners: tuple[int, ...] | None = None
     stages: dist.ProcessGroup | None = None
+    copy: dist.ProcessGroup | None = None
     is_kept: bool = False
     keeper: int | None = None
     everyones: list[tuple[Span, ...]] = field(default_factory=list, compare=False, repr=False)
@@ -101,7 +103,14 @@ def divide(parameter: nn.Parameter, dim: int, spans: Iterable[Span], group: dist
     _set(parameter, made)
 
 
-def disown(tensor: Tensor, owners: Sequence[int], stages: dist.ProcessGroup | None, *, keep: bool = False) -> None:
+def disown(
+    tensor: Tensor,
+    owners: Sequence[int],
+    stages: dist.ProcessGroup | None,
+    *,
+    keep: bool = False,
+    copy: dist.ProcessGroup | None = None,
+) -> None:
     """Record which stages of a pipeline hold a tensor, and empty it on the others. Every rank of the pipeline must call it.
 
     Args:
@@ -109,12 +118,13 @@ def disown(tensor: Tensor, owners: Sequence[int], stages: dist.ProcessGroup | No
         owners: the ranks in ``stages`` that hold it, rising. Several hold a tied parameter.
         stages: the ranks of the pipeline; None if there is one, and then nothing happens.
         keep: leave the tensor as it is where it is not owned: for buffers, which the script's own forward may read.
+        copy: the ranks that hold one copy of the model together, if they are others than those of the pipeline.
     """
     if stages is None:
         return
     assert owners and sorted(owners) == list(owners), owners
     known = division_of(tensor) or Division(tensor.shape)
-    made = replace(known, owners=tuple(owners), stages=stages, is_kept=keep)
+    made = replace(known, owners=tuple(owners), stages=stages, copy=copy, is_kept=keep)
     if keep:
         setattr(tensor, ATTRIBUTE, made)
     else:
@@ -220,35 +230,6 @@ def norm_of(
     return norm_of_parts(parameters, powers, norm_type, is_of_stage=is_of_stage)
 
 
-def is_of_one_stage(parameters: Sequence[Tensor], idle: Tensor | None = None) -> bool:
-    """Tell whether a script that clips these parameters together means those of one stage of a pipeline.
-
-    [Note: clipping by parts] A script clips all parameters, those of a part, or one after the other; and it may leave out
-    those without a gradient, which on each stage are those of all others. So a list of one stage's parameters stands on that
-    stage for themselves or for the whole model. On the other stages it is that list, or one of their own parameters: so all
-    stages tell each other. One parameter stands for itself, and no other stage takes part; a list that no stage holds alone
-    was not shortened, and is the same on every rank.
-
-    Args:
-        parameters: what is clipped together, as the script gave it. Every stage must call it, unless it is one parameter.
-        idle: any parameter of the pipeline, by which this stage takes part if all were left out here.
-    """
-    known = list(parameters) if parameters or idle is None else [idle]
-    stages = stages_of(known)
-    if stages is None:
-        return False
-    everyone = tuple(range(stages.size()))
-    found = [division_of(each) for each in parameters]
-    owners = {everyone if each is None or each.stages is None else each.owners or everyone for each in found}
-    only = next(iter(owners)) if len(owners) == 1 else everyone
-    if len({id(each) for each in parameters}) == 1 or (owners and not set(everyone).intersection(*owners)):
-        return len(only) == 1
-    is_of_another = len(only) == 1 and stages.rank() not in only
-    said = torch.tensor([float(is_of_another)], device=device_of(known))
-    dist.all_reduce(said, group=stages)
-    return len(only) == 1 and bool(said)
-
-
 def stages_of(parameters: Iterable[Tensor]) -> dist.ProcessGroup | None:
     """Return the ranks of the pipeline over whose stages parameters are spread; None without one."""
     return next((d.stages for p in parameters if (d := division_of(p)) is not None and d.stages is not None), None)
@@ -289,38 +270,6 @@ def checked_norm(total: Tensor, norm_type: float, error_if_nonfinite: bool) -> T
         fix = "look for the step that made them so, or leave error_if_nonfinite out"
         raise RuntimeError(explain(what, value=float(total), fix=fix))
     return total
-
-
-def norm_of_blocks(
-    parameters: Sequence[Tensor],
-    carriers: Sequence[Any],
-    wanted: Sequence[set[int]],
-    norm_type: float,
-    *,
-    given: Sequence[Tensor],
-) -> Tensor:
-    """Return the norm over the averaged gradients of parameters that a sharded optimizer divides further.
-
-    Args:
-        parameters: those that are wanted, in the order of the carriers and their parameters.
-        carriers: those of the sharded optimizers (``guozhuang.sharding.carrier``), which have collected the gradients.
-        wanted: for each carrier, the indices of its parameters that are wanted.
-        norm_type: the p of the p-norm.
-        given: what the script clips together, of which other ranks may hold some.
-    """
-    is_of_stage = is_of_one_stage(given)
-    found: list[Tensor] = []
-    for carrier, only in zip(carriers, wanted, strict=True):
-        powers = torch.zeros(len(carrier.parameters), dtype=torch.float64, device=carrier.parameters[0].device)
-        for block, weight in zip(carrier.blocks, carrier.weights, strict=True):
-            for piece in block.pieces if weight.grad is not None else ():
-                start = piece.offset - block.start
-                values = weight.grad.reshape(-1)[start : start + piece.end - piece.start]
-                norm = torch.linalg.vector_norm(values, norm_type, dtype=torch.float64)
-                place = powers[piece.parameter]
-                place.copy_(torch.maximum(place, norm) if math.isinf(norm_type) else place + norm**norm_type)
-        found.append(over_ranks(powers, carrier.group, norm_type)[sorted(only)])
-    return norm_of_parts(parameters, torch.cat(found), norm_type, is_of_stage=is_of_stage)
 
 
 def _powers_here(parameters: Sequence[Tensor], values: Sequence[Tensor | None], norm_type: float) -> Tensor:

@@ -25,15 +25,7 @@ from ..weights.points import points_of
 from ..world.layout import MODEL_AXES
 from ..world.versions import all_gather_single
 from .axes import Axes
-
-# Of a call: by whether the model is in training, and whether gradients are enabled.
-_MODES = {
-    (True, True): "training",
-    (False, False): "evaluation",
-    (True, False): "training without gradients",
-    (False, True): "evaluation with gradients",
-}
-_NUMBERS = {mode: number for number, mode in enumerate(_MODES.values())}
+from .calls import MODES, NUM_WORDS, compare_calls, number_of
 
 
 class EqualBatches:
@@ -44,9 +36,8 @@ class EqualBatches:
         device: where checksums are exchanged: that of the parameters, which the groups serve.
     """
 
-    _NUM_WORDS = (
-        17  # of 8 bytes: one for each input, as far as they reach; one for all others; the last one is for the mode
-    )
+    # One word for each input, as far as they reach; one for all others; the last one is for the mode.
+    _NUM_WORDS = NUM_WORDS
 
     def __init__(self, axes: Axes, device: torch.device) -> None:
         self._group, self._device = axes.group(*MODEL_AXES), device
@@ -103,7 +94,7 @@ class EqualBatches:
         assert self._group is not None
         self._check_last()
         words, lines = self._digest(inputs)
-        words[-1] = _NUMBERS[mode]
+        words[-1] = number_of(mode)
         was_so, self._mode = self._mode == mode, mode
         found = words.new_empty(self._group.size() * self._NUM_WORDS)
         goes_on = self._is_pipeline and not self._is_first and was_so and found.device.type == "cpu"
@@ -170,14 +161,8 @@ class EqualBatches:
         rows = found.view(self._group.size(), self._NUM_WORDS).tolist()
         if all(row == rows[0] for row in rows):
             return
+        compare_calls(rows, self._group)
         ranks = dist.get_process_group_ranks(self._group)
-        if len({row[-1] for row in rows}) > 1:
-            modes = list(_NUMBERS)
-            where = [(rank, f"in {modes[row[-1]]}") for rank, row in zip(ranks, rows, strict=True)]
-            what = "ranks that hold one copy of the model together call it in different modes, so some call it alone"
-            fix = "call the model on every rank, in evaluation too: not inside `if rank == 0:`"
-            table = rank_table(("rank", "calls the model"), where)
-            raise MismatchError(f"{explain(what, rank=dist.get_rank(), fix=fix)}\n{table}")
         place = next(i for i in range(self._NUM_WORDS) if len({row[i] for row in rows}) > 1)
         what = f"input {place} of the model differs between ranks that hold one copy of the model together"
         fix = "load data by gz.loader, or share it out by world.data_rank of world.data_size, and draw random inputs by torch"
@@ -191,7 +176,7 @@ class EqualBatches:
 
 def mode_of(model: nn.Module) -> str:
     """Return in words whether a model is in training, and whether gradients are enabled."""
-    return _MODES[model.training, torch.is_grad_enabled()]
+    return MODES[model.training, torch.is_grad_enabled()]
 
 
 def _checksum(octets: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grad
 from ..weights.points import points_of
 from .arrivals import arrival_of
 from .carrier import Carrier
+from .clip import check_same_ranks
 
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 _OF_GRADIENTS = ("_get_total_norm",)
@@ -61,26 +62,35 @@ def watch_clipping() -> None:
             cells["func"].cell_contents = make(cells["func"].cell_contents)
 
 
-def _average(parameters: Iterable[Tensor]) -> None:
-    """Average the gradients of all that is divided together with these parameters."""
+def _average(parameters: Iterable[Tensor], scales: bool = False) -> None:
+    """Average the gradients of all that is divided together with these parameters.
+
+    Args:
+        parameters: of any models.
+        scales: whether all these gradients are multiplied by one factor then, so that the same ranks must hold them.
+    """
     carriers: list[Carrier] = []
     for parameter in parameters:
         hook = arrival_of(parameter)
         if hook is not None and not any(hook.carrier is known for known in carriers):
             carriers.append(hook.carrier)
+    if scales:
+        check_same_ranks(carriers)
     for carrier in carriers:
         with points_of(carrier.group).inside("an average of gradients"):
             carrier.average()
 
 
 def _after_averages(function: Callable[..., Any]) -> Callable[..., Any]:
+    scales = function.__name__ != "clip_grad_value_"
+
     @functools.wraps(function)
     def averaging(parameters: Any, *args: Any, **options: Any) -> Any:
         if isinstance(parameters, Tensor):
-            _average([parameters])
+            _average([parameters], scales)
             return function(parameters, *args, **options)
         given = list(parameters)
-        _average(given)
+        _average(given, scales)
         # PyTorch's warns of an empty generator only.
         again = (each for each in given) if isinstance(parameters, types.GeneratorType) else given
         return function(again, *args, **options)

@@ -44,20 +44,28 @@ def clip_grad_norm_(
         The norm before clipping, the same on all ranks: a 0-dimensional tensor of the gradients' dtype.
 
     Raises:
-        UsageError: ``norm_type`` is 0 or negative, which parts cannot give, or several optimizers hold one parameter.
+        UsageError: ``norm_type`` is 0 or negative, which parts cannot give, several optimizers hold one parameter, or the
+            parameters are sharded over different ranks.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank.
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     hooks = {i: hook for i, p in enumerate(chosen) if (hook := arrival_of(p)) is not None}
     if hooks:
-        return _clip_parts(chosen, list(hooks.values()), max_norm, float(norm_type), error_if_nonfinite)
+        given = parameters if isinstance(parameters, Tensor) else chosen
+        return _clip_parts(given, list(hooks.values()), max_norm, float(norm_type), error_if_nonfinite)
     if any(is_dtensor(p) for p in chosen):
         return _clip_distributed(chosen, max_norm, float(norm_type), error_if_nonfinite, foreach)
-    return nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
+    return nn.utils.clip_grad_norm_(
+        parameters if isinstance(parameters, Tensor) else chosen, max_norm, norm_type, error_if_nonfinite, foreach
+    )
 
 
 def _clip_parts(
-    chosen: Sequence[Tensor], hooks: Sequence[Arrival], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    given: Tensor | Sequence[Tensor],
+    hooks: Sequence[Arrival],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
 ) -> Tensor:
     if not norm_type > 0:
         raise UsageError(
@@ -70,15 +78,16 @@ def _clip_parts(
             carriers.append(hook.carrier)
             wanted.append(set())
         wanted[next(i for i, known in enumerate(carriers) if known is hook.carrier)].add(hook.parameter)
+    check_same_ranks(carriers)
     for carrier in carriers:
         with points_of(carrier.group).inside("gz.clip_grad_norm_()"):
             carrier.collect()
     parts = [_parts(carrier, only) for carrier, only in zip(carriers, wanted, strict=True)]
     held = [p for c, only in zip(carriers, wanted, strict=True) for i, p in enumerate(c.parameters) if i in only]
     if any(division_if_any(p) is not None for p in held):
-        from ..parallel.division import norm_of_blocks  # imported only when needed
+        from ..parallel.clipping import norm_of_blocks  # imported only when needed
 
-        total = norm_of_blocks(held, carriers, wanted, norm_type, given=chosen).to(held[0].dtype)
+        total = norm_of_blocks(held, carriers, wanted, norm_type, given=given).to(held[0].dtype)
     else:
         total = _total([part for some in parts for part in some], carriers, norm_type)
     checked_norm(total, norm_type, error_if_nonfinite)
@@ -86,6 +95,22 @@ def _clip_parts(
     for part in (part for some in parts for part in some):
         part.mul_(by.to(device=part.device, dtype=part.dtype) if part.dtype != by.dtype else by.to(part.device))
     return total
+
+
+def check_same_ranks(carriers: Sequence[Carrier]) -> None:
+    """Raise unless the parameters of these carriers can be clipped together. Not collective.
+
+    Ranks that hold one of the models alone know nothing of the others' norm, and would scale its gradients by another factor.
+    Under a layout a norm is computed over the ranks of its groups as well, and is the same everywhere.
+
+    Raises:
+        UsageError: the carriers are of different ranks.
+    """
+    ranks = {tuple(sorted(dist.get_process_group_ranks(carrier.group))) for carrier in carriers}
+    if len(ranks) > 1 and all(division_if_any(p) is None for carrier in carriers for p in carrier.parameters):
+        what = "the norm is of parameters that are sharded over different ranks, so that not all ranks would scale them alike"
+        fix = "clip the parameters of each model by a call of its own"
+        raise UsageError(explain(what, value=sorted(map(list, ranks)), rank=carriers[0].group.rank(), fix=fix))
 
 
 def _parts(carrier: Carrier, only: set[int]) -> list[Tensor]:

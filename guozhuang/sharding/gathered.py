@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from typing_extensions import override
 
+from ..errors import MismatchError, explain
 from ..exchange.base import GradientExchange, Several, Work
 from ..gradients.buckets import NUM_MARKS, Bucket, Placement, view_in
 from ..gradients.step_reducer import StepReducer
@@ -119,7 +120,15 @@ class GatheredCarrier(Carrier):
             if place.numel() and not is_at(parameter, place):
                 put_back(parameter, place, name, self._rank)
         used = self._reducer.agree(self._tell() % (1 << NUM_MARKS))
-        self._compare(self._reducer.told_alike)
+        self._compare(self._reducer.told_alike and not self._reducer.is_mixed_up)
+        if self._reducer.is_mixed_up:
+            what = (
+                "some ranks had gradients in a backward of this step and others had none, and between backward and step the "
+                "script calls a collective, which was paired with gradients of other ranks, so that its result is wrong"
+            )
+            fix = "make a backward on every rank in each step, with a batch x[:0] where a rank has no samples; or give the "
+            fix += "script's own collectives a group of their own, by torch.distributed.new_group()"
+            raise MismatchError(explain(what, rank=self._rank, fix=fix))
         return frozenset(i for i, is_used in enumerate(used) if not is_used)
 
     @override

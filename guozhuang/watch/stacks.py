@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.errors import WorldError
+from guozhuang.watch.waits import num_started
 
 # The names of the heartbeat's own threads begin with this text; those threads are left out of the stacks.
 OWN_THREADS = "guozhuang heartbeat"
@@ -206,10 +207,7 @@ def started_collectives() -> tuple[int, int] | None:
     default, total = 0, 0
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     for group in groups:
-        try:
-            number = int(group._get_sequence_number_for_group())
-        except Exception:  # the backend does not count, or the group is being destroyed
-            continue
+        number = num_started(group)
         total += number
         default = number if group is dist.group.WORLD else default
     return default, total

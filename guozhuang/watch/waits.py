@@ -1,4 +1,4 @@
-"""Adds up the time in which the thread that trains waits for other ranks."""
+"""Adds up the time in which the thread that trains waits for other ranks, and counts the collectives that it has started."""
 
 from __future__ import annotations
 
@@ -64,3 +64,11 @@ class Waits:
 
 #: The waits of this process's main thread.
 waits = Waits()
+
+
+def num_started(group: Any) -> int:
+    """Return how many collectives, and in some backends messages, this rank has started in a group; 0 if it does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except Exception:  # the backend does not count, or the group is being destroyed
+        return 0

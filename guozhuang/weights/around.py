@@ -131,6 +131,10 @@ class AroundSteps:
                 raise UsageError(explain(what, value=f"step {self.step}", rank=self._group.rank(), fix=fix))
             self._forward_of = self.step
 
+    def awaits_none(self) -> None:
+        """Forget a forward whose step did not come, because an exception has ended the context in which it ran."""
+        self._forward_of = -1
+
     def take_up(self) -> bool:
         """Restart the exchange if weights were loaded or moved; return whether it was. All ranks must call it at one point."""
         if not self._loaded and not self._moved():

@@ -22,6 +22,10 @@ ROWS = [
     *[(layout, "state", (STATE, FORWARD)) for layout in ("pipeline", "tensor")],
     *[(layout, "optimizer", (OPTIMIZER, FORWARD)) for layout in ("pipeline", "tensor")],
     *[(layout, "evaluation", (MODES, "not inside `if rank == 0:`")) for layout in ("pipeline", "tensor")],
+    *[
+        (layout, "norm", ("call clip_grad_norm_(), and others have gone on", "is in"))
+        for layout in ("pipeline", "tensor")
+    ],
     ("sharded", "optimizer", (OPTIMIZER, STEP)),
     ("sharded", "optimizer, others clip", (OPTIMIZER, CLIP)),
     ("sharded", "optimizer, with buffers", (OPTIMIZER, FORWARD)),
@@ -50,6 +54,8 @@ def alone(rank: int, world_size: int, strategy: str, habit: str) -> str:
             model.eval()
             with torch.no_grad():
                 model(torch.randn(5, 6))
+        elif rank == 0 and habit == "norm":
+            gz.clip_grad_norm_(model.parameters(), 1.0)
         elif rank == 0:
             (model if habit == "state" else optimizer).state_dict()
         step(torch.randn(8, 6))

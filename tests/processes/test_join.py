@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from guozhuang import DistributedDataParallel, SyncBatchNorm
 from guozhuang.errors import UsageError
+from guozhuang.exchange.local_sgd import LocalSGD
 from tests.processes.cases import (
     as_tests,
     assert_equal_across_ranks,
@@ -329,9 +330,14 @@ def case_nothing_of_the_context_is_left_behind_it(rank, world_size):
         ({}, None, [1, 2]), ({}, KeyError, [1, 1]), ({"enable": False}, None, [1, 1]),
         ({"throw_on_early_termination": True}, RuntimeError, [1, 2]),
     ]  # fmt: skip
-    for options, error, num_batches in kinds:
+    makers: list[Callable[..., Any]] = [
+        lambda made, **options: made.join(**options),
+        lambda made, **o: Join([made], **o),
+    ]
+    for make, (options, error, num_batches) in itertools.product(makers, kinds):
         ddp = DistributedDataParallel(mlp())
-        with pytest.raises(error) if error else contextlib.nullcontext(), ddp.join(**options):
+        context = make(ddp, **options)  # and it is held
+        with pytest.raises(error) if error else contextlib.nullcontext(), context:
             for step in range(num_batches[rank]):
                 local_loss(ddp, rank, step).backward()
             if error is KeyError:
@@ -346,6 +352,23 @@ def case_nothing_of_the_context_is_left_behind_it(rank, world_size):
         loss.backward(retain_graph=True)
         loss.backward()
         assert_equal_across_ranks(ddp, lambda p: p.grad)
+
+
+def case_a_step_that_an_exception_has_ended_is_not_awaited(rank, world_size):
+    """A forward without its step, where an exception has ended the context: the next context begins with a forward again."""
+    for make in (lambda made: made.join(), lambda made: Join([made])):
+        ddp = DistributedDataParallel(mlp())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        ddp.use_weight_exchange(LocalSGD(1), optimizer)
+        with pytest.raises(KeyError), make(ddp):
+            local_loss(ddp, rank)
+            raise KeyError
+        with make(ddp):
+            for step in range([1, 3][rank]):
+                optimizer.zero_grad()
+                local_loss(ddp, rank, step).backward()
+                optimizer.step()
+        assert_equal_across_ranks(ddp)
 
 
 def case_switching_requires_grad_between_contexts(rank, world_size):

@@ -113,6 +113,9 @@ class ThreadGroup(PythonGroup):
         """The bytes that the algorithms of all collectives so far send from this rank: a ring's for all-reduces."""
         return int(_here.sent[0])
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self._number
+
     def _of_all(self, name: str, given: Any, num_bytes: float = 0) -> list[Any]:
         with self._lock:
             _here.sent[0] += num_bytes

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from guozhuang import DistributedDataParallel
 from guozhuang.exchange import AllReduce, GradientExchange
+from guozhuang.exchange.adasum import Adasum
 from guozhuang.exchange.cast import Cast
 from guozhuang.exchange.noise_scale import NoiseScale
 from guozhuang.exchange.powersgd import PowerSGD
+from guozhuang.exchange.sparse import no_rows
 from guozhuang.exchange.sparse_rows import SparseRows
 from guozhuang.exchange.total import Total
 from guozhuang.gradients.buckets import Bucket
@@ -124,6 +126,45 @@ def totals(rank: int, size: int) -> list[tuple[float, float]]:
 
 def test_a_total_is_one_of_sparse_gradients_too() -> None:
     assert run_threads(totals, 2) == [[(1.0, 1.0), (2.0, 2.0), (2.0, 2.0)]] * 2
+
+
+def with_padding(rank: int, size: int, dtype: torch.dtype, grad_dtype: torch.dtype | None) -> tuple[torch.dtype, Any]:
+    parameters = [nn.Parameter(torch.ones(3, 2, dtype=dtype)), nn.Parameter(torch.ones(5, dtype=dtype))]
+    for parameter in parameters if grad_dtype is not None else ():
+        parameter.grad_dtype = grad_dtype
+    bucket = Bucket(0, True, ["a", "b"], parameters, offsets=[0, 8], num_elements=16)
+    assert no_rows(parameters[0]).dtype == bucket.flat.dtype
+    exchange = Cast(torch.float16, AllReduce())
+    state = exchange.prepare([bucket], dist.group.WORLD)
+    for i, view in enumerate(bucket.views):
+        view.fill_((1 + i) * (1 + rank) * exchange.input_scale(size))
+    exchange.start(bucket, state, 0).wait()
+    (wire,) = state.wires.values()
+    assert [view.shape for view in wire.views] == [view.shape for view in bucket.views]
+    return wire.flat.dtype, [[float(view.min()), float(view.max())] for view in (*bucket.views, *wire.views)]
+
+
+WIRES: list[tuple[torch.dtype, torch.dtype | None, torch.dtype]] = [
+    (torch.bfloat16, torch.float32, torch.float16),
+    (torch.float32, torch.bfloat16, torch.bfloat16),
+    (torch.float32, None, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype", "wire"), WIRES)
+def test_gradients_are_cast_from_their_own_dtype_and_lie_where_they_lay(dtype: Any, grad_dtype: Any, wire: Any) -> None:
+    assert run_threads(with_padding, 2, dtype, grad_dtype) == [(wire, [[1.5, 1.5], [3.0, 3.0]] * 2)] * 2
+
+
+def sums_adaptively(rank: int, size: int) -> None:
+    DistributedDataParallel(nn.Embedding(3, 1, sparse=True)).use_exchange(Adasum())
+
+
+def test_sparse_gradients_are_refused_where_they_would_be_averaged_and_others_not() -> None:
+    with pytest.raises(
+        AssertionError, match=r"UsageError: \[rank 0\] sparse gradients are averaged.* Adasum .*weight.* Fix"
+    ):
+        run_threads(sums_adaptively, 2)
 
 
 def sent(rank: int, size: int, name: str) -> int:

@@ -243,6 +243,8 @@ TOGETHER: dict[str, Callable[[Any], list[Any]]] = {
     "a stage": lambda m: [m[2:].parameters()],
     "each stage": lambda m: [list(m[:2].parameters()), list(m[2:].parameters())],
     "a layer": lambda m: [m[2].parameters()],
+    "one of a stage, with a gradient": lambda m: [with_gradients([m[0].weight, *m[2].parameters()])],
+    "each in a list": lambda m: [[p] for p in m.parameters()],
     "matrices with a gradient": lambda m: [with_gradients(p for p in m.parameters() if p.dim() == 2)],
     "each": lambda m: list(m.parameters()),
     "each with a gradient": lambda m: with_gradients(m.parameters()),
@@ -296,6 +298,33 @@ def test_all_stages_take_a_clipped_list_for_the_same(strategy: str) -> None:
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 
     run_threads(on_rank, 4)
+
+
+def clips_otherwise(rank: int, size: int, strategy: str, leaves_out: bool, function: Any) -> None:
+    """The first stage leaves the norm out, or each clips a list of one."""
+    prepared, _ = in_two_stages(rank, model := linears(), strategy)
+    backward(rank, linears(), prepared)
+    given = with_gradients(model.parameters())
+    if leaves_out and TWO_BY_TWO.coordinate(rank)["pp"] == 0:
+        prepared(share(rank))
+    else:
+        function(given if leaves_out else given[:1], 0.01)
+
+
+@pytest.mark.parametrize("function", [gz.clip_grad_norm_, nn.utils.clip_grad_norm_])
+@pytest.mark.parametrize("strategy", ["hybrid", "sharded"])
+def test_a_stage_that_leaves_out_the_norm_is_named(strategy: str, function: Any) -> None:
+    told = r"call clip_grad_norm_\(\), and others have gone on\. Fix: call"
+    table = r"\n +0 +a forward of the model \(training\)\n +[1-3] +clip_grad_norm_\(\)"
+    with pytest.raises(AssertionError, match=rf"{told}.*\n.*{table}"):
+        run_threads(clips_otherwise, 4, strategy, True, function)
+
+
+@pytest.mark.parametrize("function", [gz.clip_grad_norm_, nn.utils.clip_grad_norm_])
+@pytest.mark.parametrize("strategy", ["hybrid", "sharded"])
+def test_lists_of_one_parameter_of_each_stage_are_refused(strategy: str, function: Any) -> None:
+    with pytest.raises(AssertionError, match=r"each stage clips a list of one parameter.*Fix: .*clip_grad_norm_\(p, "):
+        run_threads(clips_otherwise, 4, strategy, False, function)
 
 
 def test_what_is_frozen_may_keep_a_gradient() -> None:

@@ -170,7 +170,7 @@ def clip_each(model, optimizer, x, y):
     loss = usual(model, optimizer, x, y)
     for p in model.parameters():
         if p.grad is not None:
-            clip_grad_norm_([p], 0.02)
+            clip_grad_norm_(p, 0.02)
     return loss
 
 

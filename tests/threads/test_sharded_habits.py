@@ -596,6 +596,27 @@ def test_gradients_that_autograd_does_not_find_are_refused(strategy: str) -> Non
     run_threads(with_gradients_by_hand, 2, strategy, made(smooth))
 
 
+def asks_for_gradients(rank: int, size: int, strategy: str, plain: nn.Module) -> None:
+    model = copy.deepcopy(plain)
+    model, _ = STRATEGIES[strategy](model, adam(model))
+    parameters = list(model.parameters())
+    for asked in (parameters, {"first": parameters[0]}, parameters[-1]):
+        loss = model(batch(rank)).mean()
+        with pytest.raises(
+            UsageError, match=r"asked for gradients of weights that are divided.*Fix: call loss\.backward"
+        ):
+            torch.autograd.grad(loss, asked)  # type: ignore[arg-type]
+        loss.backward()
+    other = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="allow_unused=True"):  # PyTorch's own, where it is right
+        torch.autograd.grad(torch.ones(2, requires_grad=True).sum(), other)
+
+
+@pytest.mark.parametrize("strategy", FULLY)
+def test_who_asks_autograd_for_gradients_of_divided_weights_is_told_what_to_do(strategy: str) -> None:
+    run_threads(asks_for_gradients, 2, strategy, made(smooth))
+
+
 @pytest.mark.parametrize("strategy", FULLY)
 def test_hooks_that_pytorch_would_not_call_are_refused(strategy: str) -> None:
     run_threads(with_hooks, 2, strategy, made(smooth))

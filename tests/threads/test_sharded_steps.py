@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import guozhuang as gz
-from guozhuang.errors import UsageError
+from guozhuang.errors import MismatchError, UsageError
+from guozhuang.exchange import AllReduce
+from guozhuang.groups.subgroups import subgroup
 from guozhuang.registry import registry
 from guozhuang.sharding import shard
 from tests.threads.ranks import run_threads
@@ -146,6 +149,73 @@ def test_buckets_of_two_optimizers_do_not_mix() -> None:
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
 
 
+CLIPS: list[Callable[..., Any]] = [gz.clip_grad_norm_, nn.utils.clip_grad_norm_]
+
+
+def clips_two_models(rank: int, size: int, plain: nn.Module, members: list[list[int]], clips: Any) -> Any:
+    """Each of two models is sharded over some ranks, which clip all that they have together; and the same in one process."""
+    world = dist.group.WORLD
+    assert world is not None
+    alone, groups = copy.deepcopy(plain), [subgroup(world, some) if rank in some else None for some in members]
+    held: list[Any] = []
+    for group, model in zip(groups, (copy.deepcopy(plain), copy.deepcopy(plain)), strict=True):
+        if group is not None:
+            held.append(shard(model, sgd(model), group))
+            model(rows(group.rank())).sum().backward()
+    clips([p for model, _ in held for p in model.parameters()], 0.1)
+    for _, optimizer in held:
+        optimizer.step()
+    (sum(alone(rows(of)).sum() for of in range(size)) / size).backward()  # type: ignore[union-attr]
+    twice = [p for p in alone.parameters() for _ in held]  # the norm of two equal models
+    nn.utils.clip_grads_with_norm_(alone.parameters(), 0.1, nn.utils.get_total_norm([p.grad for p in twice]))
+    sgd(alone).step()
+    return [[p.detach() for p in model.parameters()] for model in (alone, *(model for model, _ in held))]
+
+
+@pytest.mark.parametrize("clips", CLIPS)
+def test_two_models_of_two_groups_of_the_same_ranks_are_clipped_together(clips: Any) -> None:
+    for alone, *both in run_threads(clips_two_models, 2, two_layers(), [[0, 1], [0, 1]], clips):
+        for found in both:
+            torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("clips", CLIPS)
+@pytest.mark.parametrize("members", [[[0, 1], [0]], [[0], [0, 1]]])
+def test_models_of_different_ranks_are_not_clipped_together(members: list[list[int]], clips: Any) -> None:
+    with pytest.raises(AssertionError, match=r"rank 0[\s\S]*sharded over different ranks"):
+        run_threads(clips_two_models, 2, two_layers(), members, clips)
+
+
+def skips_a_backward(rank: int, size: int, plain: nn.Module, reduces: bool) -> tuple[str, int]:
+    """Rank 1 leaves out the backward of one step; the script's own all-reduce is of the same size as the bucket."""
+    model, optimizer = shard(plain := copy.deepcopy(plain), sgd(plain), exchange=AllReduce())
+    num_elements = sum(p.numel() for p in model.parameters())
+    for step in range(6):
+        loss = model(rows(step)).sum()
+        if rank != 1 or step != 4:
+            loss.backward()
+        if reduces:
+            dist.all_reduce(torch.full((num_elements,), step, dtype=torch.float64))
+        try:
+            optimizer.step()
+        except MismatchError as error:
+            return str(error), step
+        optimizer.zero_grad()
+    return "", 6
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_collective_that_met_gradients_of_others_is_named_in_its_step(size: int) -> None:
+    for rank, (text, step) in enumerate(run_threads(skips_a_backward, size, two_layers(), True)):
+        assert step == 4, text
+        assert f"[rank {rank}]" in text and "a collective, which was paired with gradients" in text
+
+
+def test_without_one_a_rank_without_gradients_counts_as_zeros_until_it_is_known_to_have_left_out_a_batch() -> None:
+    for text, step in run_threads(skips_a_backward, 2, two_layers(), False):
+        assert step == 5 and "ranks differ in their steps" in text
+
+
 def is_scaled_once(rank: int, size: int, plain: nn.Module) -> float:
     model, optimizer = shard(plain := copy.deepcopy(plain), sgd(plain))
     optimizer.carrier.close()  # still held, as by a script
@@ -164,10 +234,8 @@ def test_a_closed_carrier_changes_nothing() -> None:
     assert registry.weight.value == 1.0
 
 
-def is_laid_over_itself(rank: int, size: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    alone = nn.Linear(4, 4, bias=False).double()
-    model: Any = copy.deepcopy(alone)
+def is_laid_over_itself(rank: int, size: int, plain: nn.Linear) -> list[Tensor]:
+    alone, model = copy.deepcopy(plain), copy.deepcopy(plain)
     model, optimizer = shard(model, sgd(model))
     alone.weight.data = alone.weight.data.t().clone()
     model.weight.data = model.weight.data.t()  # in the memory that it has
@@ -179,7 +247,8 @@ def is_laid_over_itself(rank: int, size: int) -> list[Tensor]:
 
 
 def test_a_parameter_may_be_laid_over_its_own_memory_in_another_order() -> None:
-    for found, alone in run_threads(is_laid_over_itself, 2):
+    torch.manual_seed(0)  # here: the ranks' threads share one generator
+    for found, alone in run_threads(is_laid_over_itself, 2, nn.Linear(4, 4, bias=False).double()):
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
 
 

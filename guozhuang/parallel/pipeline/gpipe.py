@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import UsageError, explain
 from ...groups.subgroups import subgroup
+from ...world.layout import MODEL_AXES
 from ..axes import WHOLE, Around, Axes
 from ..caches import CacheSettings
 from .forwards.batch_norm import BatchStatistics
@@ -81,7 +82,8 @@ class GPipe:
         assert group is not None, "a pipeline has several ranks"
         self.model, self.group = model, group
         count = stages_per_rank(schedule, group.size(), cut)
-        self.plans = StagePlans(model, group, cut, schedule, count, num_microbatches, axes.everyone, around)
+        copy = axes.group(*MODEL_AXES)
+        self.plans = StagePlans(model, group, cut, schedule, count, num_microbatches, axes.everyone, around, copy)
         self.num_steps, self._loss = 0, loss
         self.at_backward_end: Callable[[], None] | None = None
         self.statistics = BatchStatistics([model])

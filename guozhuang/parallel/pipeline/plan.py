@@ -67,6 +67,7 @@ class StagePlans:
         num_microbatches: into how many parts a batch is cut; None: chosen. See [Note: the number of microbatches] in cut.py.
         everyone: all ranks of the layout, which cut alike.
         around: divides the samples themselves, within each stage.
+        copy: all ranks that hold one copy of the model together; None: those of the pipeline.
 
     Attributes:
         units: the units of the model, by name.
@@ -88,11 +89,12 @@ class StagePlans:
         num_microbatches: int | None,
         everyone: dist.ProcessGroup,
         around: Around = WHOLE,
+        copy: dist.ProcessGroup | None = None,
     ) -> None:
         if num_microbatches != 1 and any(getattr(each, "scale_grad_by_freq", False) for each in model.modules()):
             what = "an embedding divides gradients by how often a row is in the batch, which no microbatch shows"
             raise UsageError(explain(what, value="scale_grad_by_freq=True", fix="leave it out, or give microbatches=1"))
-        self.model, self.group, self._everyone, self._around = model, group, everyone, around
+        self.model, self.group, self._everyone, self._around, self._copy = model, group, everyone, around, copy
         self._num_microbatches = num_microbatches
         self._usual_number = _USUAL_PER_RANK * group.size()
         # With BatchNorm the result depends on the microbatches, so their number must not depend on a measured time.
@@ -298,13 +300,13 @@ class StagePlans:
             self._recorder.shares = self._shares()
         for name, parameter in self.model.named_parameters():
             owners = self.owners[name]
-            disown(parameter, owners, stages)
+            disown(parameter, owners, stages, copy=self._copy)
             if len(owners) > 1:
                 self.shared.append((parameter, owners))
         for unit_name, unit in self.units.items():
             mine = {self._stage_of[call.name] % size for call in calls.calls if call.unit == unit_name} or {0}
             for buffer in unit.buffers():
-                disown(buffer, tuple(sorted(mine)), stages, keep=True)
+                disown(buffer, tuple(sorted(mine)), stages, keep=True, copy=self._copy)
         if self.at_cut is not None:
             self.at_cut()
         if self.group.rank() == 0:

@@ -31,6 +31,7 @@ from ..elementwise import WHY_NOT
 from ..prepared import EqualBuffers
 from ..state import is_elementwise
 from .copies import make_copyable, materialize
+from .own_gradients import explain_own_gradients
 from .together import History, Together
 from .units import Units
 
@@ -160,6 +161,7 @@ class _Division:
         elif self.group.size() > 1:
             compare = History(self.group, device)
         units = Units(dict(zip(names, blocks, strict=True)), compare, is_copy)
+        explain_own_gradients(units)
         make_copyable(model, blocks, functools.partial(self.divide, is_copy=True), units.free)
         return units
 

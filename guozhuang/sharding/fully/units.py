@@ -26,6 +26,7 @@ from ...gradients.forwards import current_number, tensors_with_graph
 from ...gradients.output_hooks import OutputHook
 from ...gradients.passes import weakly
 from ...units import listed
+from .own_gradients import CALL_BACKWARD
 from .together import History, Together
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # the attributes that every module has
@@ -99,17 +100,17 @@ class Units:
             if isinstance(self.compare, Together):
                 self.compare.before_empty_step()
             what = "no parameter of the model has a gradient in this step, after a forward with gradients"
-            fix = (
-                "call loss.backward() on what the model returned; torch.autograd.grad(loss, model.parameters()) finds no "
-                "gradients where weights are divided, so take it with the strategy sharded"
-            )
-            raise UsageError(explain(what, fix=fix))
+            raise UsageError(explain(what, fix=CALL_BACKWARD))
         self.had_forward = False
         if isinstance(self.compare, History):
             self.compare.end_step()
         if self.is_kept:
             self.is_kept = False
             self.free()
+
+    def holds(self, given: object) -> bool:
+        """Return whether this is a divided parameter of these units."""
+        return any(unit.holds(given) for unit in self._units)
 
     def free(self) -> None:
         """Free the whole weights of all units, unless a forward or a backward runs, or one is to come that needs them."""
@@ -155,6 +156,10 @@ class _Unit:
             self.module.set_custom_all_gather(
                 _Compared(self._group._all_gather_comm, self._units.compare, self._number)
             )
+
+    def holds(self, given: object) -> bool:
+        """Return whether this is a divided parameter of this unit."""
+        return self._group is not None and any(each.sharded_param is given for each in self._group.fsdp_params)
 
     def _named_parameters(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if self._units.is_left:
