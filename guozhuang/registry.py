@@ -118,6 +118,7 @@ class Registry:
         shares: by what loaders divide batches that the script makes without ``shares``: "speed"; None: equally.
         weight: of the batch that was handed out last.
         num_means: how often gradients have been averaged over the ranks; ranks that train together have the same number.
+        num_exchanges: how often this process has exchanged messages that torch does not count, as those with parameter servers.
     """
 
     def __init__(self) -> None:
@@ -129,7 +130,7 @@ class Registry:
         self.data_share: tuple[int, int] | None = None
         self.shares: str | None = None
         self.weight = BatchWeight()
-        self.num_means = 0
+        self.num_means = self.num_exchanges = 0
         self._leader: weakref.ref[Any] | None = None  # the loader that pauses
         # references to a Trained's objects, its strategy, and why that needs equal parts
         self._trained: list[tuple[list[weakref.ref[Any]], str, str]] = []
