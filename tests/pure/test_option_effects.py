@@ -12,6 +12,7 @@ from guozhuang.launch.options.arguments import parser, read
 from guozhuang.launch.options.plan import plan
 from guozhuang.strategies import get
 from guozhuang.strategies.effects import check_own
+from tests.test_surface import ENVIRONMENT
 
 ROWS = (
     (("--monitor-interval=-1",), "--monitor-interval is a number of seconds above 0"),
@@ -133,7 +134,19 @@ VARIABLES = (
     ("BATCH_BY", "x", "GUOZHUANG_BATCH_BY must be one of equal, speed"),
     ("CHECKPOINT", "/dev/null", "no folder"),
     ("CHECKPOINT_KEEP", "2", "--keep is about checkpoints"),
+    ("CHECKPOINT_EVERY", "2steps", "--every is about checkpoints"),
+    ("BIND", "x", "GUOZHUANG_BIND must be one of auto, cores, numa, off"),
+    ("STOP_ON_NAN", "x", "GUOZHUANG_STOP_ON_NAN must be one of 0, 1"),
+    ("REPLACE_DDP", "x", "GUOZHUANG_REPLACE_DDP must be one of 0, 1"),
+    ("TIMELINE", "/nowhere/trace.json", "the timeline cannot be written"),
+    ("SERVERS", "x", "GUOZHUANG_SERVERS must hold a number of servers"),
+    ("SECRET", "x", "GUOZHUANG_SECRET must hold an even number"),
 )
+# What a launcher sets for its own processes, and never reads from where it was started.
+OF_LAUNCHERS = {
+    *("BPSLAUNCH", "FIRST_HOST", "GUARD", "HOROVOD_ELASTIC", "LOCAL_RANK", "RUN", "RUN_STORE", "STDERR", "STDOUT"),
+    *("TASK", "MEETING_DIR"),  # under mpirun ranks read it, and no other launcher's
+}
 FINE = (
     ("--strategy", "pipeline", "--schedule", "1f1b"),
     ("--strategy", "hybrid", "--layout", "pp=2", "--microbatches", "4"),
@@ -192,6 +205,14 @@ def test_a_schedulers_variable_does_not_contradict_standalone(monkeypatch: pytes
 def test_a_variable_is_checked_as_its_option_is(name: str, value: str, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         plan(read(["-np", "2", "train.py"]), {f"GUOZHUANG_{name}": value})
+
+
+def test_every_variable_is_checked_or_of_launchers() -> None:
+    assert {f"GUOZHUANG_{name}" for name in (*(row[0] for row in VARIABLES), *OF_LAUNCHERS)} == ENVIRONMENT
+
+
+def test_a_timeline_of_the_variable_is_joined_as_that_of_the_option(tmp_path: Path) -> None:
+    assert plan(read(["train.py"]), {"GUOZHUANG_TIMELINE": "trace.json"}).timeline == str(tmp_path / "trace.json")
 
 
 @pytest.mark.parametrize("words", FINE)

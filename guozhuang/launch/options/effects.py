@@ -16,6 +16,7 @@ from typing import Any
 from guozhuang.errors import UsageError, explain
 from guozhuang.launch.job import Policy
 from guozhuang.world.layout import AXES, HYBRID, OWN_AXIS, sizes_of
+from guozhuang.world.requests import BIND, requested_servers
 
 MOST_RANKS = 10_000  # of a node: more than any machine has cores, and fewer than its process ids
 MOST_THREADS = 1_024  # of a rank
@@ -44,6 +45,10 @@ def _number(text: str) -> float:
         raise ValueError("a number") from None
 
 
+def _switch(text: str) -> bool:
+    return _one_of("0", "1")(text) == "1"
+
+
 # By the name of the variable: the option's attribute, and what reads its text; a ValueError says what the text must be.
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "STRATEGY": ("strategy", str),
@@ -55,7 +60,11 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "GROUPS": ("groups", _count),
     "BUCKET_CAP_MB": ("bucket_cap_mb", _number),
     "AUDIT": ("audit", _count),
-    "PROOF": ("no_proof", lambda text: _one_of("0", "1")(text) == "0"),
+    "PROOF": ("no_proof", lambda text: not _switch(text)),
+    "STOP_ON_NAN": ("stop_on_nan", _switch),
+    "REPLACE_DDP": ("replace_ddp", _switch),
+    "BIND": ("bind", lambda text: _one_of(*BIND)(text.lower())),
+    "TIMELINE": ("timeline", str),
     "HANG_TIMEOUT": ("hang_timeout", str),
     "SLOW_RANK": ("slow_rank", _one_of("warn", "off")),
     "BATCH_BY": ("batch_by", _one_of("equal", "speed")),
@@ -74,6 +83,7 @@ def take_variables(found: argparse.Namespace, environ: Mapping[str, str]) -> Non
         UsageError: a variable has a value that its option could not have; the text names it.
     """
     found.of_variables = set()
+    requested_servers(environ)  # of servers that were started by hand
     for name, (option, read) in _VARIABLES.items():
         text = environ.get(f"GUOZHUANG_{name}", "").strip()
         if text and getattr(found, option, None) in (None, False):
