@@ -13,6 +13,7 @@ optimizers, come in the middle of a step.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,28 @@ class Trained:
     optimizer: Any
     strategy: str
     why_equal: str = ""
+
+
+class OfOneModel:
+    """A hook for one model only: copies of the model get a :class:`NoHook` in its place, and pickles what does nothing too.
+
+    [Note: pickles without this package] A model that was saved with ``torch.save(model)`` is loaded where this package may not
+    be. So what stands in a pickle in the place of its objects is of Python's library: for a hook a method that takes any
+    arguments and does nothing.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoHook:
+        return NoHook()
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class NoHook(OfOneModel):
+    """The hook that a copy of a model has instead of an :class:`OfOneModel`; does nothing."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing; the layer's output stays as it is."""
 
 
 class BatchWeight:

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-
-class OfOneModel:
-    """A hook for one model only: copies of the model get a :class:`NoHook` in its place, and pickles what does nothing too.
-
-    [Note: pickles without this package] A model that was saved with ``torch.save(model)`` is loaded where this package may not
-    be. So what stands in a pickle in the place of its objects is of Python's library: for a hook a method that takes any
-    arguments and does nothing.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoHook:
-        return NoHook()
-
-    def __reduce__(self) -> Any:
-        return getattr, (contextlib.nullcontext(), "__exit__")
+from ..registry import OfOneModel
 
 
 class OutputHook(OfOneModel):
     """A forward hook for one model only."""
-
-
-class NoHook(OfOneModel):
-    """The hook that a copy of a model has instead of an :class:`OfOneModel`; does nothing."""
-
-    def __call__(self, *_: Any) -> None:
-        """Do nothing; the layer's output stays as it is."""
 
 
 def is_traced() -> bool:

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from ..errors import explain
 from ..exchange.base import Work
 from ..groups.serial import SerialThread, SerialWork
+from ..registry import OfOneModel
 from ..timeline import Timeline
 from ..world.versions import never_compiled
 from .buckets import Bucket
-from .output_hooks import OfOneModel
 
 
 @dataclass(frozen=True)

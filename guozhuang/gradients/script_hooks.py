@@ -207,7 +207,7 @@ class _Tried:
         return result.detach()
 
     def __reduce__(self) -> Any:
-        return cast, (None, self._hook)  # it returns the hook: [Note: pickles without this package] in output_hooks.py
+        return cast, (None, self._hook)  # it returns the hook: [Note: pickles without this package] in registry.py
 
 
 def _has_gradient(parameter: Tensor) -> bool:
@@ -231,7 +231,7 @@ def is_own(hook: Any, *others: str) -> bool:
     owner = type(getattr(inner, "__self__", inner))
     if (
         owner is contextlib.nullcontext
-    ):  # of a model that was pickled: [Note: pickles without this package] in output_hooks.py
+    ):  # of a model that was pickled: [Note: pickles without this package] in registry.py
         return True
     names = (getattr(inner, "__module__", None), owner.__module__)
     return not isinstance(inner, _Tried) and any(str(name).startswith(("guozhuang.", *others)) for name in names)

@@ -163,7 +163,7 @@ class StandsForModule(nn.Module):
         return cast, (
             None,
             self.module,
-        )  # it returns the module: [Note: pickles without this package] in output_hooks.py
+        )  # it returns the module: [Note: pickles without this package] in registry.py
 
 
 # What unwrap() looks through.

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from ..errors import UsageError, WorldError, explain
 from ..exchange.nan_watch import NanWatch
 from ..exchange.weights import WeightExchange
-from ..gradients.output_hooks import OfOneModel
 from ..groups import agree as meet
 from ..groups.subgroups import timeout_s
+from ..registry import OfOneModel
 from .equal_start import broadcast_tensors, kept, ordinary_tensors, take_mean
 from .flat import as_real
 from .steps import StepsBehind
