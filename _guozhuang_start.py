@@ -53,7 +53,7 @@ def attach() -> None:
         return
     _attempt('name the backend "shm"', _register_backend, torch)
     _attempt("tell a script's own stores from the launcher's", _know_own_stores, "torch.distributed.rendezvous")
-    if os.environ.get(_REPLACE):
+    if os.environ.get(_REPLACE, "0") not in ("", "0"):
         stand_in(torch.nn.parallel.DistributedDataParallel, f"{_SCRIPTS}:wrapper_for")
         _replace_function(torch.distributed.distributed_c10d, "init_process_group", f"{_SCRIPTS}:init_process_group")
         importlib.import_module("torch.optim.optimizer").register_optimizer_step_pre_hook(_look_at_first_step())
@@ -146,7 +146,9 @@ def host_of_own_store(host: str, port: int, size: int, environ: Mapping[str, str
 
 def is_wanted() -> bool:
     """Return whether this program has anything to do with Guozhuang: it imports it, or the environment asks for it."""
-    return "guozhuang" in sys.modules or bool(os.environ.get("GUOZHUANG_STRATEGY") or os.environ.get(_REPLACE))
+    return "guozhuang" in sys.modules or bool(
+        os.environ.get("GUOZHUANG_STRATEGY") or os.environ.get(_REPLACE, "0") not in ("", "0")
+    )
 
 
 def stand_in(theirs: type, ours: str) -> None:

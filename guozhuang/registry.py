@@ -13,6 +13,7 @@ optimizers, come in the middle of a step.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,28 @@ class Trained:
     optimizer: Any
     strategy: str
     why_equal: str = ""
+
+
+class OfOneModel:
+    """A hook for one model only: copies of the model get a :class:`NoHook` in its place, and pickles what does nothing too.
+
+    [Note: pickles without this package] A model that was saved with ``torch.save(model)`` is loaded where this package may not
+    be. So what stands in a pickle in the place of its objects is of Python's library: for a hook a method that takes any
+    arguments and does nothing.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoHook:
+        return NoHook()
+
+    def __reduce__(self) -> Any:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class NoHook(OfOneModel):
+    """The hook that a copy of a model has instead of an :class:`OfOneModel`; does nothing."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing; the layer's output stays as it is."""
 
 
 class BatchWeight:
@@ -118,6 +141,7 @@ class Registry:
         shares: by what loaders divide batches that the script makes without ``shares``: "speed"; None: equally.
         weight: of the batch that was handed out last.
         num_means: how often gradients have been averaged over the ranks; ranks that train together have the same number.
+        num_exchanges: how often this process has exchanged messages that torch does not count, as those with parameter servers.
     """
 
     def __init__(self) -> None:
@@ -129,7 +153,7 @@ class Registry:
         self.data_share: tuple[int, int] | None = None
         self.shares: str | None = None
         self.weight = BatchWeight()
-        self.num_means = 0
+        self.num_means = self.num_exchanges = 0
         self._leader: weakref.ref[Any] | None = None  # the loader that pauses
         # references to a Trained's objects, its strategy, and why that needs equal parts
         self._trained: list[tuple[list[weakref.ref[Any]], str, str]] = []

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from guozhuang.checkpoint.folder import CheckpointFolder, hold, is_checkpoint, sees
+from guozhuang.checkpoint.kept import Values, is_stateful
 from guozhuang.checkpoint.reading import read
 from guozhuang.checkpoint.saver import Board, Saver
 from guozhuang.checkpoint.schedule import SaveTimes
-from guozhuang.checkpoint.state import Flat, TrainingState, Values, is_stateful, place
+from guozhuang.checkpoint.state import Flat, TrainingState, of_all, place
 from guozhuang.errors import CheckpointError, UsageError, explain
 from guozhuang.groups.subgroups import timeout_s
 from guozhuang.net.end_request import EndRequest
@@ -130,12 +131,12 @@ def epochs(num_epochs: int, **values: Any) -> Iterator[int]:
             state.epochs[loop], state.is_in_epoch = epoch + 1, False
             if any(loader.sampler.ends == "uneven" for loader in registry.loaders):
                 # A rank without a batch takes part in the pause of the others.
-                registry.has_stepped = any(_of_all(registry.has_stepped))
+                registry.has_stepped = any(of_all(registry.has_stepped))
             registry.pause()
         if _saving.folder is not None and state.step > last_saved:
             with contextlib.suppress(CheckpointError):  # the log has said why; the training itself is complete
                 save(_saving.folder)
-        if _saving.folder is not None and _of_all(request is not None and request.is_made())[0]:
+        if _saving.folder is not None and of_all(request is not None and request.is_made())[0]:
             _end(_saver(_saving.folder))  # the request came after the last check
 
 
@@ -192,7 +193,7 @@ def restore(folder: str | os.PathLike[str]) -> int | None:
     else:
         steps = _steps_of_first(found)
     _saving.restored_from = path
-    seen = _of_all(not steps or found.of(steps[0]).is_dir())
+    seen = of_all(not steps or found.of(steps[0]).is_dir())
     if seen[0] and not all(seen):
         what = f"rank {seen.index(False)} does not see the checkpoints that rank 0 sees"
         raise UsageError(explain(what, value=str(path), rank=rank, fix="give a folder that all nodes share"))
@@ -200,7 +201,7 @@ def restore(folder: str | os.PathLike[str]) -> int | None:
     for step in steps:
         checkpoint = found.of(step)
         parts, failure = read(checkpoint)
-        failures = [text for text in _of_all(failure) if text]
+        failures = [text for text in of_all(failure) if text]
         if failures:
             reasons.append(failures[0])
             if rank == 0:
@@ -224,7 +225,7 @@ def _steps_of_first(folder: CheckpointFolder) -> list[int]:
             found = folder.steps()
         except UsageError as error:
             found = str(error)
-    theirs = _of_all(found)[0]
+    theirs = of_all(found)[0]
     if isinstance(theirs, str):
         raise UsageError(theirs)
     return list(theirs)
@@ -233,19 +234,12 @@ def _steps_of_first(folder: CheckpointFolder) -> list[int]:
 def _apply(checkpoint: Path, shared: Any, own: Any, first: Any, manifest: dict[str, Any]) -> None:
     """Restore a whole checkpoint on all ranks, or on none."""
     state, (rank, _) = _saving.state, place()
-    failure, positions = "", [loader.state_dict() for loader in registry.loaders]
     try:
-        state.check(shared, own)
+        state.check_together(shared, own)
+        notes = state.restore(shared, own, first, manifest)
     except UsageError as error:
-        failure = str(error)
-    failures = _of_all(failure)
-    if any(failures):
-        for loader, position in zip(registry.loaders, positions, strict=True):
-            loader.load_state_dict(position)
-        which = next(i for i, text in enumerate(failures) if text)
-        raise UsageError(f"{checkpoint}: {failures[which]}" + ("" if failure else f" (on rank {which})"))
-    notes = state.restore(shared, own, first, manifest)
-    _of_all("")  # under ``sharded`` ranks share memory: none goes on before all have written
+        raise UsageError(f"{checkpoint}: {error}") from error
+    of_all("")  # under ``sharded`` ranks share memory: none goes on before all have written
     if rank == 0:
         _log.warning("goes on from %s, saved %s", shown_path(checkpoint), manifest["saved_at"])
         for note in notes:
@@ -272,10 +266,10 @@ def begin() -> None:
             _saving.lock, sign = hold(_saving.folder)
         except UsageError as error:
             failure = str(error)
-    failure, sign = _of_all((failure, sign))[0]
+    failure, sign = of_all((failure, sign))[0]
     if failure:
         raise UsageError(failure)
-    hosts = _of_all("" if sees(_saving.folder, sign) else f"rank {rank} on {socket.gethostname()}")
+    hosts = of_all("" if sees(_saving.folder, sign) else f"rank {rank} on {socket.gethostname()}")
     if blind := [who for who in hosts if who]:
         what = f"the folder for checkpoints is not one and the same for all ranks: {blind[0]} does not see rank 0's"
         raise UsageError(
@@ -384,15 +378,6 @@ def _on_forward(model: torch.nn.Module, inputs: Any) -> None:
 
 def _limit_s() -> float:
     return timeout_s(dist.group.WORLD) if dist.group.WORLD is not None else 0.0
-
-
-def _of_all(value: Any) -> list[Any]:
-    """Return every rank's value, in the order of ranks. Every rank must call it."""
-    _, size = place()
-    found: list[Any] = [value] * size
-    if size > 1:
-        dist.all_gather_object(found, value)
-    return found
 
 
 def _leave() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from guozhuang.checkpoint import trained as of_trained
+from guozhuang.checkpoint.kept import Objects, RestoresItself, Values, is_stateful, objects_of, set_values, state_of
 from guozhuang.checkpoint.process import machine, set_generators, states_of_generators
 from guozhuang.checkpoint.schema import state_fault
-from guozhuang.checkpoint.tree import copied, flatten, unflatten
+from guozhuang.checkpoint.tree import flatten, unflatten
 from guozhuang.errors import CheckpointError, UsageError, explain
 from guozhuang.groups.agreement import agree
 from guozhuang.groups.subgroups import timeout_s
@@ -65,24 +66,6 @@ class Flat:
     def state(self) -> Any:
         """The state that was flattened."""
         return unflatten(self.tree, self.tensors)
-
-
-class Values:
-    """Values of a script that change while it trains, as attributes; :func:`guozhuang.keep` makes the only one.
-
-    An attribute is a number, a text, None, a list or dict of these, or a tensor; or an object with ``state_dict`` and
-    ``load_state_dict``, which is restored in place.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise an error that says how a value is made."""
-        raise AttributeError(explain("no such value is kept", value=name, fix=f"pass it first: gz.keep({name}=...)"))
-
-
-def is_stateful(value: object) -> bool:
-    """Tell whether an object has ``state_dict`` and ``load_state_dict``."""
-    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    return all(callable(method) for method in methods) and not isinstance(value, type)
 
 
 class TrainingState(Stateful):
@@ -159,7 +142,7 @@ class TrainingState(Stateful):
             }
             own = {
                 "trained": [each[1] for each in found],
-                "kept": {name: _state_of(value) for name, value in vars(self.values).items()},
+                "kept": {name: state_of(value) for name, value in vars(self.values).items()},
                 "generators": states_of_generators(),
             }
         return Flat.of(shared, "shared"), Flat.of(own, f"rank-{rank}"), all(each[2] for each in found)
@@ -212,7 +195,7 @@ class TrainingState(Stateful):
     # ---- restoring it ------------------------------------------------------------------------------------------------------
 
     def check(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Raise unless a saved state fits what is registered; change nothing but the positions of loaders.
+        """Raise unless a saved state fits what is registered; change nothing.
 
         Raises:
             UsageError: another model, optimizer or dataset was saved; the text says what differs.
@@ -228,8 +211,26 @@ class TrainingState(Stateful):
             if name in own["kept"] and is_stateful(value) != own["kept"][name]["stateful"]:
                 what = f"gz.keep({name}=...) was given another kind of value than when the checkpoint was saved"
                 raise UsageError(explain(what, value=type(value).__name__, fix="keep the same objects"))
-        for loader, state in zip(registry.loaders, shared["loaders"], strict=False):
-            loader.load_state_dict(state)  # raises if it has other data; :meth:`restore` sets all positions
+        positions = [(loader, loader.state_dict()) for loader in registry.loaders]
+        try:
+            for loader, state in zip(registry.loaders, shared["loaders"], strict=False):
+                loader.load_state_dict(state)  # raises if it has other data
+        finally:
+            for loader, position in positions:
+                loader.load_state_dict(position)
+
+    def check_together(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Raise on all ranks unless the saved state fits what is registered on each; change nothing. Every rank must call it.
+
+        Raises:
+            UsageError: see :meth:`check`.
+        """
+        failure: UsageError | None = None
+        try:
+            self.check(shared, own)
+        except UsageError as error:
+            failure = error
+        raise_together(str(failure or ""), failure)
 
     def restore(
         self, shared: Mapping[str, Any], own: Mapping[str, Any], first: Mapping[str, Any], about: Mapping[str, Any]
@@ -246,12 +247,14 @@ class TrainingState(Stateful):
             What could not be restored, and what differs from the saved run so that bits may differ: sentences for the log.
 
         Raises:
+            UsageError: an object of the script does not take its state, on this or another rank; nothing was changed on any.
             MismatchError: replicas differ between ranks after all; the text names the first that does.
         """
         rank, size = place()
         notes = []
         mine = self.about()
         (all_shared, all_own), (_, all_first) = _completed(shared, own), _completed(shared, first)
+        _restore_objects(objects_of(self.values, own["kept"], zip(registry.trained, all_own, strict=True)))
         for i, each in enumerate(registry.trained):
             all_own[i], made_one = of_trained.make_one(each, all_own[i], all_first[i])
             if made_one and about["ranks"] > 1:
@@ -262,7 +265,7 @@ class TrainingState(Stateful):
                 notes.append(f"{left_out} was left out, because it belongs to {about['ranks']} ranks")
             if switched := of_trained.switched(each, all_shared[i]):
                 notes.append(f"requires_grad was set otherwise when it was saved, and stays as it is here: {switched}")
-        notes += _set_kept(self.values, own["kept"])
+        notes += set_values(self.values, own["kept"])
         self.step, self.epochs = shared["step"], list(shared["epochs"])
         self._load_loaders(shared["loaders"])
         registry.has_stepped = False
@@ -340,7 +343,7 @@ class TrainingState(Stateful):
             parts.append(Flat(tree, {**tensors, **{k: v.clone() for k, v in more.items()}}).state)
         if found := state_fault(*parts):
             raise CheckpointError(explain(f"the state is not one that can be restored: {found}", rank=rank))
-        self.check(*parts)
+        self.check_together(*parts)
         first = [parts[1]]
         if place()[1] > 1:
             dist.broadcast_object_list(first)
@@ -348,21 +351,31 @@ class TrainingState(Stateful):
             _log.warning("%s", note)
 
 
-def _set_kept(values: Values, saved: Mapping[str, Any]) -> list[str]:
-    """Restore what ``gz.keep`` was given; return what could not be restored."""
-    notes = []
-    for name, value in list(vars(values).items()):
-        if name not in saved:
-            notes.append(f"{name} of gz.keep is not in the checkpoint and stays as it is")
-        elif is_stateful(value):
-            value.load_state_dict(copied(saved[name]["state"]))
-        else:
-            found = copied(saved[name]["state"])
-            setattr(values, name, found.to(value.device) if isinstance(value, Tensor) else found)
-    forgotten = sorted(saved.keys() - vars(values).keys())
-    if forgotten:
-        notes.append(f"the checkpoint holds {', '.join(forgotten)} too, which gz.keep was not given")
-    return notes
+def of_all(value: Any) -> list[Any]:
+    """Return every rank's value, in the order of ranks. Every rank must call it."""
+    _, size = place()
+    found: list[Any] = [value] * size
+    if size > 1:
+        dist.all_gather_object(found, value)
+    return found
+
+
+def raise_together(failure: str, cause: Exception | None) -> None:
+    """Raise a UsageError on all ranks if one of them has a failure, a sentence. Every rank must call it."""
+    failures = of_all(failure)
+    if any(failures):
+        which = next(i for i, text in enumerate(failures) if text)
+        raise UsageError(failures[which] + ("" if failure else f" (on rank {which})")) from cause
+
+
+def _restore_objects(some: Iterable[RestoresItself]) -> None:
+    """Restore the objects of all ranks, or none. See [Note: the script's objects first] in kept.py. Every rank must call it."""
+    objects = Objects(some)
+    failure, cause = objects.restore()
+    if any(of_all(failure)) and (lost := objects.go_back()):
+        failure = f"{failure or 'an object of another rank cannot'}; and what these had before could not be given back: {lost}"
+    fix = "mend its load_state_dict or set_extra_state; all else is as it was before"
+    raise_together(explain(failure, fix=fix) if failure else "", cause)
 
 
 def _of_same_module(values: Sequence[_T]) -> list[_T]:
@@ -381,9 +394,3 @@ def _completed(shared: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[list[
         for some in (shared["trained"], own["trained"])
     ]
     return both[0], both[1]
-
-
-def _state_of(value: Any) -> dict[str, Any]:
-    if is_stateful(value):
-        return {"stateful": True, "state": value.state_dict()}
-    return {"stateful": False, "state": value}

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from guozhuang.checkpoint.files import digest
+from guozhuang.checkpoint.kept import extra_states, with_extra_state
 from guozhuang.checkpoint.tree import copied, flatten
 from guozhuang.errors import UsageError, explain
 from guozhuang.registry import Trained
@@ -54,7 +55,7 @@ def capture(trained: Trained, is_first: bool) -> tuple[dict[str, Any], dict[str,
     shared: dict[str, Any] = {"strategy": trained.strategy, "class": type(module).__name__}
     shared |= {"tied": _tied(module), "left_out": _left_out(module)}
     shared["frozen"] = [name for name, p in module.named_parameters() if not p.requires_grad]
-    own: dict[str, Any] = {"buffers": _buffers(module), "extra": _extra_states(module)}
+    own: dict[str, Any] = {"buffers": _buffers(module), "extra": extra_states(module)}
     left_alone: frozenset[str] = getattr(model, "ignored", frozenset())
     parameters = full_weights(module)
     state = _optimizer_state(module, optimizer)
@@ -151,6 +152,10 @@ def check(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any]) -
         ("buffers", trained.module.named_buffers(), own["buffers"]),
     ):
         _compare(what, *({name: t for name, t in dict(some).items() if name not in free} for some in (mine, theirs)))
+    with_extra = {name for name, _ in with_extra_state(trained.module)}
+    if differ := sorted(with_extra.symmetric_difference(own["extra"])):
+        what = f"the checkpoint is of another model: extra states are here or in it, not in both: {listed(differ, _MAX_NAMED)}"
+        raise UsageError(explain(what, fix="make the model as in the saved run"))
     state = own.get("optimizer") or shared["optimizer"]
     kind = _kind_of(trained.optimizer)
     if state.get("class", kind) != kind:
@@ -165,6 +170,8 @@ def check(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any]) -
 
 def restore(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any], same_run: bool) -> str:
     """Set a model and its optimizer to a saved state that :func:`check` has accepted. Every rank must call it.
+
+    Extra states of modules are code of the script: they come first, with the objects of ``gz.keep``.
 
     Args:
         trained: the model and the optimizer.
@@ -181,8 +188,6 @@ def restore(trained: Trained, shared: Mapping[str, Any], own: Mapping[str, Any],
     _give_shapes(module, {**parameters, **own["buffers"]})
     _set_parameters(module, parameters)
     _set_buffers(module, own["buffers"])
-    for name, state in own["extra"].items():
-        module.get_submodule(name).set_extra_state(state)
     _load_optimizer(module, optimizer, own.get("optimizer") or shared["optimizer"])
     return _load_exchange(model, optimizer, own.get("exchange") or {}, same_run)
 
@@ -216,16 +221,6 @@ def _left_out(module: nn.Module) -> list[str]:
         for prefix, part in module.named_modules()
         for name in sorted(part._non_persistent_buffers_set)
     ]
-
-
-def _extra_states(module: nn.Module) -> dict[str, Any]:
-    """Return the extra states of those submodules that define one."""
-    has_one = [
-        (name, part)
-        for name, part in module.named_modules()
-        if type(part).get_extra_state is not nn.Module.get_extra_state
-    ]
-    return {name: part.get_extra_state() for name, part in has_one}
 
 
 # ---- lazy modules ---------------------------------------------------------------------------------------------------------

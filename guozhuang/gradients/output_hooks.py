@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-
-class OutputHook:
-    """A forward hook for one model only: copies and pickles of the model get a :class:`NoHook` in its place."""
-
-    def __reduce__(self) -> Any:
-        return NoHook, ()
+from ..registry import OfOneModel
 
 
-class NoHook:
-    """The hook that a copy of the model has instead of an :class:`OutputHook`; does nothing."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        """Do nothing; the layer's output stays as it is."""
+class OutputHook(OfOneModel):
+    """A forward hook for one model only."""
 
 
 def is_traced() -> bool:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ..errors import explain
 from ..exchange.base import Work
 from ..groups.serial import SerialThread, SerialWork
+from ..registry import OfOneModel
 from ..timeline import Timeline
 from ..world.versions import never_compiled
 from .buckets import Bucket
@@ -173,16 +174,12 @@ def weakly(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     return hook
 
 
-class UncopiedHook:
-    """A hook that calls a function; its copies, which a copy or a pickle of what it is registered with has, do nothing."""
+class UncopiedHook(OfOneModel):
+    """A hook that calls a function."""
 
-    def __init__(self, function: Callable[..., object] | None = None) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
-        """Call the function, unless this is a copy."""
-        if self._function is not None:
-            self._function(*args)
-
-    def __reduce__(self) -> Any:
-        return UncopiedHook, ()
+        """Call the function."""
+        self._function(*args)

@@ -10,11 +10,12 @@ backward would use gradients that are not averaged; so a step asks whether it is
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -206,7 +207,7 @@ class _Tried:
         return result.detach()
 
     def __reduce__(self) -> Any:
-        return _itself, (self._hook,)
+        return cast, (None, self._hook)  # it returns the hook: [Note: pickles without this package] in registry.py
 
 
 def _has_gradient(parameter: Tensor) -> bool:
@@ -214,10 +215,6 @@ def _has_gradient(parameter: Tensor) -> bool:
     if gradient is None or gradient.layout != torch.strided:
         return gradient is not None
     return bool(gradient.any())  # zeros are what zero_grad may leave
-
-
-def _itself(hook: Any) -> Any:
-    return hook
 
 
 def is_own(hook: Any, *others: str) -> bool:
@@ -232,5 +229,9 @@ def is_own(hook: Any, *others: str) -> bool:
     inner = getattr(hook, "hook", hook)  # PyTorch wraps some
     inner = getattr(inner, "func", inner)  # of a functools.partial
     owner = type(getattr(inner, "__self__", inner))
+    if (
+        owner is contextlib.nullcontext
+    ):  # of a model that was pickled: [Note: pickles without this package] in registry.py
+        return True
     names = (getattr(inner, "__module__", None), owner.__module__)
     return not isinstance(inner, _Tried) and any(str(name).startswith(("guozhuang.", *others)) for name in names)

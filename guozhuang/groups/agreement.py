@@ -60,7 +60,10 @@ def agree(
         topic, purpose = f"{prefix}/{kind}", f"to compare {what}"
 
         def call() -> list[str]:
-            return roll_call.call(store, topic, rank, size, card, timeout_s, look=lambda *_: look(), purpose=purpose)
+            who = members_of(group)
+            return roll_call.call(
+                store, topic, rank, size, card, timeout_s, look=lambda *_: look(), purpose=purpose, members=who
+            )
 
         # The call names the ranks that are late. The longer limit is for a store that does not answer, as behind a cut cable.
         return within(timeout_s + STORE_S, behind, call, rank=rank)
@@ -85,6 +88,11 @@ def store_of(group: dist.ProcessGroup) -> Store:
     assert default is not None, "there is no process group"
     _, store = known[group] if group in known else known[default]
     return store
+
+
+def members_of(group: dist.ProcessGroup) -> list[int]:
+    """Return the number that each rank of a group has in the world; [] of a group that torch.distributed does not know."""
+    return dist.get_process_group_ranks(group) if group in dist.distributed_c10d._world.pg_map else []
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -68,7 +68,8 @@ def _create_on_linux(told: Any) -> Any:
     def ended(peer: int) -> int | None:
         return earlier.ended(ranks[peer], node) if earlier is not None else None
 
-    cards = roll_call.call(store, _TOPIC, rank, size, str(mine), timeout.total_seconds(), ended)
+    members = ranks or range(size)
+    cards = roll_call.call(store, _TOPIC, rank, size, str(mine), timeout.total_seconds(), ended, members=members)
     lacking = [peer for peer in range(size) if store.get(f"engine/{peer}") != b"built"]
     if lacking:
         if rank == 0:

@@ -3,7 +3,7 @@
 [Note: who will not come] A rank that failed writes a card that says so. A rank whose process ended writes nothing; but its
 card of an earlier roll call (of this group or its parent) names its process (pid and start time, since pids are reused), and
 this node's /proc shows whether that runs. A launcher tells which ranks have ended with 0 (net/ended.py), by their numbers in
-the world, so it is asked where a group holds all of them. Else only the time-out shows it.
+the world, which a caller names for a group of some of them. Else only the time-out shows it.
 
 [Note: what waiting costs the store] Ranks may wait for minutes while one saves, and one process serves them all. So a rank
 polls one key, less often where there are many ranks: only rank 0 asks whether all cards are there, and writes them all under
@@ -51,6 +51,7 @@ def call(
     purpose: str = "to make the group",
     named: Callable[[list[int]], str] = "ranks {}".format,
     fix: str = "look at their own errors; every rank must reach this point",
+    members: Sequence[int] = (),
 ) -> list[str]:
     """Write this rank's text, its card, to the store; wait for all ranks' cards and return them. Every rank must call it.
 
@@ -68,6 +69,7 @@ def call(
         purpose: why the ranks wait for each other, for errors: "to compare the parameters of the model".
         named: returns a text that names some ranks, for errors.
         fix: advice about ranks that are late.
+        members: the numbers that these ranks have in the world, for what launchers tell; (): their launchers are not asked.
 
     Raises:
         PeerLost: a rank ended before it wrote its card, also with exit code 0.
@@ -88,7 +90,7 @@ def call(
                 has_seen_all = missing == []
                 if not has_seen_all:
                     _raise_for_failed(store, topic, rank, missing or [], ended)
-                    _raise_for_left(store, keys, rank, missing or [], purpose)
+                    _raise_for_left(store, keys, rank, missing or [], purpose, members)
                     look(missing or [], waited_s)
                 if missing and is_over:
                     what = f"timed out: {named(missing)} did not come within {timeout_s:g} s {purpose}"
@@ -185,13 +187,16 @@ def _raise_for_failed(
         _well(store.get(f"{topic}/{peer}").decode(), peer, rank)
 
 
-def _raise_for_left(store: dist.Store, keys: list[str], rank: int, missing: list[int], purpose: str) -> None:
+def _raise_for_left(
+    store: dist.Store, keys: list[str], rank: int, missing: list[int], purpose: str, members: Sequence[int]
+) -> None:
     """Raise if a missing rank's launcher told that it has ended with 0. See [Note: who will not come]."""
-    if not missing or not dist.is_initialized() or dist.get_world_size() != len(keys):
-        return
-    for peer in ended_with_0(store):
-        if peer in missing and not store.check([keys[peer]]):  # it may have come after it was missed, and ended
-            what = f"rank {peer} ended with exit code 0 before it came {purpose}"
+    ended = ended_with_0(store) if missing and members else ()
+    for peer, in_world in enumerate(members):
+        # A rank may have come after it was missed, and ended.
+        if in_world in ended and peer in missing and not store.check([keys[peer]]):
+            who = f"rank {in_world}" + (f" (rank {peer} of this group)" if peer != in_world else "")
+            what = f"{who} ended with exit code 0 before it came {purpose}"
             fix = "let every rank reach this point: look for an exit or a return on some ranks only"
             raise PeerLost(explain(what, rank=rank, fix=fix), rank=peer, pid=None, waiting_in=purpose)
 

@@ -258,7 +258,8 @@ def claim(store: PatientStore, rank: int, size: int) -> None:
     """
     if store.add(f"claim/{rank}", 1) > 1:
         what = f"two processes say that they are rank {rank} of {size}"
-        text = explain(what, fix="give each process its own RANK; end processes that are left from an earlier run")
+        fix = "give each process its own RANK; end processes that are left from an earlier run; and let --max-restarts start "
+        text = explain(what, fix=f"{fix}all ranks again: a world takes no rank back (--on-failure keep-survivors)")
         store.set("verdict", text)
         raise UsageError(text)
 

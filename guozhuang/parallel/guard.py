@@ -96,7 +96,8 @@ def part_of(tensor: Tensor) -> Division | None:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a parameter of a divided model, or of its gradient, detached. Every rank must call it.
 
-    What is computed from these element by element is taken, too. A tensor that is not divided is returned as it is, detached.
+    What is computed from these element by element is taken, too, and parts under ``sharded-gradients`` and ``sharded-weights``.
+    A tensor that is not divided is returned as it is, detached.
 
     Args:
         tensor: a parameter, ``p.grad``, or something of the parameter's shape that was computed from them.
@@ -109,6 +110,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
         raise UsageError(
             explain(what, value=tensor, fix="a gradient is None before the backward, and on stages that have none")
         )
+    if callable(
+        make_whole := getattr(tensor, "full_tensor", None)
+    ):  # a DTensor: of PyTorch's own division, and of fully_shard
+        found: Tensor = make_whole()
+        return found.detach()
     with torch._C.DisableTorchFunctionSubclass():
         division = part_of(tensor)
         found = tensor.detach() if division is None else whole(tensor, division)

@@ -20,7 +20,7 @@ from guozhuang.registry import registry
 from guozhuang.sharding.optimizer import ShardedOptimizer
 from guozhuang.sharding.prepared import EqualBuffers
 from guozhuang.strategies.arguments import check_ddp_options, check_kinds, check_pair
-from guozhuang.strategies.effects import check_axes, check_comparisons
+from guozhuang.strategies.effects import check_axes, check_comparisons, check_own
 from guozhuang.strategies.prepared import StandsForModule, warn_of_differences
 from guozhuang.strategies.steps import look_for_nan, measure_own_time, record_steps
 from guozhuang.strategies.table import DEFAULT, Strategy, check_groups, get
@@ -160,6 +160,7 @@ def prepare_unseen(
     _place(model, optimizers, world)
     if group := dist.group.WORLD:  # before the strategy's own comparison, which would find other buckets or weights
         agree(group, "the strategy", [chosen.name], timeout_s(group), "give prepare() the same strategy on every rank")
+    check_own(chosen, strategy, world.rank)
     if world.rank == 0:
         why = "as asked" if asked_for is not None else "the default"
         _log.info("strategy %s (%s): %s; %d rank(s)", chosen.name, why, chosen.summary, world.size)

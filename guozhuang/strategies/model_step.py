@@ -60,11 +60,7 @@ class StepOf:
         return plain_step(model, self._loss, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
+        return type(None), ()
 
 
 class _Inputs(Exception):

@@ -160,7 +160,10 @@ class StandsForModule(nn.Module):
         return copy.deepcopy(self.module, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself, (self.module,)
+        return cast, (
+            None,
+            self.module,
+        )  # it returns the module: [Note: pickles without this package] in registry.py
 
 
 # What unwrap() looks through.
@@ -334,7 +337,3 @@ def _add_level(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: o
     """Rename the entries of a state that is loaded into a module of which the wrapper is a part."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
-
-
-def _itself(module: nn.Module) -> nn.Module:
-    return module

@@ -21,11 +21,9 @@ from guozhuang.timeline import Timeline
 from guozhuang.watch.waits import waits
 from guozhuang.world import World, requested_hang_timeout, requested_slow_rank
 
+from .effects import unmeasured
 from .table import Strategy
 from .ways import several, sharded_gradients, sharded_weights, torch_ddp
-
-# Strategies under which no rank waits for another one in each step.
-_NOBODY_WAITS = ("async-parameter-server", "async-model-average")
 
 
 def record_steps(model: nn.Module, optimizer: Optimizer | tuple[Optimizer, ...], timeline: Timeline) -> None:
@@ -89,9 +87,9 @@ def measure_own_time(
     accelerators, whose work a rank only submits. Every rank must call it.
     """
     asked = "off" if requested_hang_timeout() == "off" else requested_slow_rank()
-    if asked == "off" or world.size == 1 or world.layout.model_size > 1 or world.device.type != "cpu":
+    if asked == "off" or world.size == 1 or world.device.type != "cpu":
         return
-    if not chosen.trains or chosen.one_process or chosen.divides_itself or chosen.name in _NOBODY_WAITS:
+    if unmeasured(chosen, is_divided=world.layout.model_size > 1):
         return
     from guozhuang.watch.pace import OwnTimeNews, StepTimer  # imported only when needed
 

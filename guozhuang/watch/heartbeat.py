@@ -138,7 +138,7 @@ class Heartbeat:
         self._me = this_process(hashlib.sha256(node_identity(SEE_EACH_OTHER).encode()).hexdigest()[:12])
         # The guard thread writes the position of the main thread; the thread that talks to the store reads it.
         self._main = stacks.MainThread(0.0)
-        self._collectives, self._idle_since_s = (0, -1), 0.0
+        self._collectives, self._exchanges, self._idle_since_s = (0, -1), 0, 0.0
         # The thread that talks to the store writes the state of its connection and of the watch; the guard thread reads it.
         self._num_answers = 0
         self._trouble = ""
@@ -262,10 +262,11 @@ class Heartbeat:
     def _look(self) -> None:
         clock_s = self._clock()
         self._main.look(clock_s)
-        started = stacks.started_collectives()
-        if started is None or started != self._collectives:  # None: a rank without a group is never idle
-            self._idle_since_s = clock_s
+        started, exchanges = stacks.started_collectives(), registry.num_exchanges
+        if started is None or (started, exchanges) != (self._collectives, self._exchanges):
+            self._idle_since_s = clock_s  # None: a rank without a group is never idle
         self._collectives = started if started is not None else self._collectives
+        self._exchanges = exchanges
 
     def _log_cut_off(self, since_s: float) -> None:
         if not self._is_cut_off:

@@ -3,7 +3,8 @@
 [Note: what a hang is] Torch has no hook for "a collective has finished" that is cheap and serves all backends. A second
 thread can read three things at no cost, for gloo, NCCL and groups of our own:
 
-- the *number of collectives* (and sends and receives) that each group has started; torch counts them itself,
+- the *number of collectives* (and sends and receives) that each group has started; torch counts them itself; and of messages
+  to parameter servers, which this package counts,
 - the *place* of the main thread, sampled a few times per beat; the thread stands while every sample shows the same calls at
   the same instruction,
 - the beat itself.

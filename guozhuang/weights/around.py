@@ -17,6 +17,7 @@ from ..exchange.nan_watch import NanWatch
 from ..exchange.weights import WeightExchange
 from ..groups import agree as meet
 from ..groups.subgroups import timeout_s
+from ..registry import OfOneModel
 from .equal_start import broadcast_tensors, kept, ordinary_tensors, take_mean
 from .flat import as_real
 from .steps import StepsBehind
@@ -27,22 +28,17 @@ _EVERY_STEP = "look for the rank that left out optimizer.step(): every rank make
 _NO_SYNC = "run all forwards of a step but the last one in no_sync()"
 
 
-class HookOf:
+class HookOf(OfOneModel):
     """A hook that calls a method if it is called for a given object and both still exist; a copy of the hook does nothing."""
 
-    def __init__(self, whose: object = None, method: Callable[[object], object] | None = None) -> None:
-        self._whose = None if whose is None else weakref.ref(whose)
-        self._method = None if method is None else weakref.WeakMethod(method)
+    def __init__(self, whose: object, method: Callable[[object], object]) -> None:
+        self._whose, self._method = weakref.ref(whose), weakref.WeakMethod(method)
 
     def __call__(self, caller: object, *_: object) -> None:
         """Call the method with ``caller`` if that is the object that the hook was made for."""
-        if self._whose is not None and self._method is not None and caller is self._whose():
-            method = self._method()
-            if method is not None:
-                method(caller)
-
-    def __reduce__(self) -> tuple[type[HookOf], tuple[()]]:
-        return HookOf, ()
+        method = self._method()
+        if method is not None and caller is self._whose():
+            method(caller)
 
 
 class AroundSteps:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ..errors import MismatchError, WorldError, explain, rank_table
 from ..groups import roll_call
-from ..groups.agreement import store_of
+from ..groups.agreement import members_of, store_of
 from ..groups.serial import SerialThread
 from ..net.store import next_part
 
@@ -64,7 +64,7 @@ class Begun:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.store = next_part(store_of(group), "steps", group.rank())
+        self.store, self.members = next_part(store_of(group), "steps", group.rank()), members_of(group)
         self.turns: dict[str, int] = {}  # how often each point was reached
 
 
@@ -81,7 +81,7 @@ class StepsBehind:
     def __init__(self, group: dist.ProcessGroup, begun: Begun | None = None) -> None:
         self._rank, self._size = group.rank(), group.size()
         begun = begun or Begun(group)
-        self._store, self._turns = begun.store, begun.turns
+        self._store, self._members, self._turns = begun.store, begun.members, begun.turns
         self._beginning = 0
         self._waiting = _Waiting()
         self._ended = threading.Event()
@@ -176,6 +176,7 @@ class StepsBehind:
             look_every_s=_PATIENCE_S,
             purpose=f"to {point}{late}",
             fix=fix,
+            members=self._members,
         )
         if turn > 2:
             roll_call.forget(self._store, f"{point}/{turn - 2}", self._rank)

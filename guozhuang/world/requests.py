@@ -144,15 +144,18 @@ def requested_audit() -> int | None:
     return number(os.environ, "GUOZHUANG_AUDIT", at_least=1, fix=fix)
 
 
-def requested_servers() -> tuple[int, str] | None:
+def requested_servers(environ: Mapping[str, str] | None = None) -> tuple[int, str] | None:
     """Return (number of servers, ``host:port`` of the store at which they meet) of this run; None if it has no servers.
 
     Set by ``guozhuang run --servers K`` (environment GUOZHUANG_SERVERS, as in ``2@127.0.0.1:41234``).
 
+    Args:
+        environ: the environment to read; None: the environment of this process.
+
     Raises:
         UsageError: the variable has another form.
     """
-    text = os.environ.get("GUOZHUANG_SERVERS", "").strip()
+    text = (os.environ if environ is None else environ).get("GUOZHUANG_SERVERS", "").strip()
     if not text:
         return None
     count, _, address = text.partition("@")
@@ -164,8 +167,16 @@ def requested_servers() -> tuple[int, str] | None:
 
 
 def requested_stop_on_nan() -> bool:
-    """Return whether ``guozhuang run --stop-on-nan`` (environment GUOZHUANG_STOP_ON_NAN=1) was given."""
-    return os.environ.get("GUOZHUANG_STOP_ON_NAN", "") not in ("", "0")
+    """Return whether ``guozhuang run --stop-on-nan`` (environment GUOZHUANG_STOP_ON_NAN=1) was given.
+
+    Raises:
+        UsageError: the variable holds neither 0 nor 1.
+    """
+    text = os.environ.get("GUOZHUANG_STOP_ON_NAN", "").strip() or "0"
+    if text not in ("0", "1"):
+        what = "GUOZHUANG_STOP_ON_NAN says whether a gradient that is NaN ends the run"
+        raise UsageError(explain(what, value=text, fix="set it to 0 or 1, or unset it"))
+    return text == "1"
 
 
 def requested_gloo_interface() -> str | None:

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import guozhuang as gz
 from guozhuang.checkpoint import run as of_run
 from guozhuang.data import Loader
-from guozhuang.errors import MismatchError
+from guozhuang.errors import MismatchError, UsageError
 from guozhuang.registry import registry
 from tests.ranks import run_ranks
 from tests.waiting import LIMIT_S
@@ -286,6 +286,47 @@ def test_torchs_checkpoints_hold_every_rank(tmp_path) -> None:
     assert run_ranks(through_dcp, 2, strategies, str(tmp_path), init=False) == [[], []]
 
 
+class Refusing:
+    """An object of a script that does not take the state of a checkpoint."""
+
+    def __init__(self, state: int, refuses: bool) -> None:
+        self.state, self.refuses = state, refuses
+
+    def state_dict(self) -> dict[str, int]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state["state"]
+        if self.refuses and self.state == 1:
+            raise KeyError("generation")
+
+
+def refused_on_one(rank: int, size: int, strategy: str, folder: str) -> tuple[str, list[str]]:
+    """Restore where an object of rank 1 refuses; return the error, and what has changed all the same."""
+    gz.init(timeout_s=LIMIT_S)
+    first = Run(strategy, rank)
+    gz.keep(own=Refusing(1, False))
+    first.train(until=SAVED_AT)
+    gz.save(folder)
+    run = Run(strategy, rank)
+    kept = gz.keep(own=Refusing(2, rank == 1))
+    before = run.everything()
+    with pytest.raises(UsageError) as caught:
+        gz.restore(folder)
+    changed = [what for what in differing(before, run.everything()) if what != "draws"]  # the look itself draws
+    changed += ["own"] * (kept.own.state != 2)
+    gz.shutdown()
+    return str(caught.value), changed
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "sharded"])
+def test_an_object_of_one_rank_that_does_not_take_its_state_changes_nothing_on_any(tmp_path, strategy) -> None:
+    for rank, (text, changed) in enumerate(run_ranks(refused_on_one, 2, strategy, str(tmp_path), init=False)):
+        assert "own of gz.keep cannot be restored: KeyError: 'generation'" in text
+        assert ("(on rank 1)" in text) == (rank == 0)
+        assert changed == []
+
+
 def forgets(rank: int, world_size: int, strategy: str, folder: str) -> dict[str, list[str]]:
     """Leave one part of a checkpoint out at a time when it is restored; return what differs at the end for each."""
     from guozhuang.checkpoint import state as of_state
@@ -303,11 +344,12 @@ def forgets(rank: int, world_size: int, strategy: str, folder: str) -> dict[str,
         ("weights", of_trained, "_set_parameters", nothing),
         ("buffers", of_trained, "_set_buffers", nothing),
         ("extra states", Model, "set_extra_state", nothing),
+        ("kept objects", of_state, "_restore_objects", nothing),
         ("optimizer", of_trained, "_load_optimizer", nothing),
         ("exchange", of_trained, "_load_exchange", nothing),
         ("generators", of_state, "set_generators", nothing),
         ("loader", Loader, "load_state_dict", nothing),
-        ("kept", of_state, "_set_kept", lambda *_: []),
+        ("kept values", of_state, "set_values", lambda *_: []),
     ):
         run = Run(strategy, rank)
         with pytest.MonkeyPatch.context() as patch:

@@ -212,6 +212,91 @@ def test_other_data_is_refused_before_anything_is_changed(tmp_path) -> None:
     assert len(kept_alive) == 3 and len(batches) == 2
 
 
+class Counted:
+    """An object of a script: a sampler that counts, which can refuse the states that it is given."""
+
+    def __init__(self, count: int, refuses: str = "") -> None:
+        self.count, self.refuses, self.list = count, refuses, [count]
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+        if self.refuses == "all" or (self.refuses == "saved" and not state["refuses"]):
+            raise KeyError("generation")
+        self.list[:] = state["list"]
+
+
+class WithExtra(nn.Linear):
+    """A layer with a state of its own kind."""
+
+    extra, refuses = 0, False
+
+    def get_extra_state(self) -> int:
+        return self.extra
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra = state
+        if self.refuses and state == 5:
+            raise RuntimeError("no such extra")
+
+
+def with_objects(number: int) -> tuple[WithExtra, torch.optim.Optimizer, gz.TrainingState]:
+    """A prepared model after one step, with what is kept beside it; everything depends on the number."""
+    from guozhuang.registry import registry
+
+    of_run._leave()
+    torch.manual_seed(number)
+    model = WithExtra(3, 2)
+    model.extra = number
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, number)
+    registry.add_trained(model, model, optimizer, "single")
+    gz.keep(scheduler=scheduler, average=nn.Linear(2, 2), third=Counted(number), best=number)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, gz.TrainingState()
+
+
+@pytest.mark.parametrize("refuses", ["saved", "all", "extra"])
+def test_an_object_that_does_not_take_its_state_changes_nothing(tmp_path, refuses) -> None:
+    saved = with_objects(5)
+    gz.save(tmp_path)
+    model, _optimizer, training = with_objects(7)
+    model.refuses, training.values.third.refuses = refuses == "extra", refuses
+    before = copy.deepcopy([part.tree for part in training.capture()[:2]])
+    tensors = [{key: t.clone() for key, t in part.tensors.items()} for part in training.capture()[:2]]
+    object_of = "the extra state of WithExtra" if refuses == "extra" else "third of gz.keep"
+    with pytest.raises(UsageError, match=f"step-1: {object_of} cannot be restored: ") as caught:
+        gz.restore(tmp_path)
+    assert ("had before could not be given back" in str(caught.value)) == (refuses == "all")
+    if refuses != "all":
+        assert [part.tree for part in training.capture()[:2]] == before
+    for part, expected in zip(training.capture()[:2], tensors, strict=True):
+        assert all(torch.equal(part.tensors[key], value) for key, value in expected.items())
+    model.refuses, training.values.third.refuses = False, ""
+    assert gz.restore(tmp_path) == 1
+    assert (model.extra, training.values.third.list, training.values.best) == (5, [5], 5)
+    assert torch.equal(model.weight, saved[0].weight)
+
+
+def test_extra_states_that_only_one_of_both_models_has_are_refused(tmp_path) -> None:
+    from guozhuang.registry import registry
+
+    _saved = with_objects(5)
+    gz.save(tmp_path)
+    of_run._leave()
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    registry.add_trained(model, model, optimizer, "single")
+    before = model.weight.clone()
+    with pytest.raises(UsageError, match="extra states are here or in it, not in both"):
+        gz.restore(tmp_path)
+    assert torch.equal(model.weight, before)
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -272,7 +357,7 @@ def test_only_one_run_writes_into_a_folder(tmp_path, monkeypatch) -> None:
 def test_a_rank_without_a_batch_takes_part_in_the_pause_of_the_others(tmp_path, monkeypatch) -> None:
     script = Script()
     batches = gz.loader(script.x[:1], 4, rank=1, num_replicas=2, ends="uneven")
-    monkeypatch.setattr(of_run, "_of_all", lambda mine: [True, mine])
+    monkeypatch.setattr(of_run, "of_all", lambda mine: [True, mine])
     assert [list(batches) for _ in gz.epochs(2)] == [[], []] and of_run._saving.state.step == 2
 
 

@@ -68,7 +68,7 @@ def plan(*arguments: str, **environ: str) -> Plan:
         (["--local-ranks-filter", "a"], "cannot be read"),
         (["--local-ranks-filter", "0", "--log-dir", "d"], "--tee 3"),
         (["--nnodes", "2", "--local-addr", "10.0.0.1"], "--local-addr is of no use"),
-        (["--run-path", "--start-method", "fork"], "--start-method has no effect"),
+        (["--run-path", "--start-method", "fork"], "--start-method fork has no effect"),
         (["--hang-timeout", "soon"], "--hang-timeout"),
         (["--hang-timeout", "nan"], "--hang-timeout"),
         (["--hang-timeout", "-1"], "--hang-timeout"),
@@ -131,7 +131,7 @@ def test_a_number_of_nodes_that_may_change() -> None:
 
 @pytest.mark.parametrize(("text", "value"), [("off", "off"), ("OFF", "off"), ("2.50", "2.5"), ("30", "30")])
 def test_the_hang_timeout(text: str, value: str) -> None:
-    assert plan("--hang-timeout", text).variables["GUOZHUANG_HANG_TIMEOUT"] == value
+    assert plan("-np", "2", "--hang-timeout", text).variables["GUOZHUANG_HANG_TIMEOUT"] == value
     assert "GUOZHUANG_HANG_TIMEOUT" not in plan().variables
 
 

@@ -148,3 +148,20 @@ def test_a_rank_that_ended_with_0_is_named_by_all_that_wait() -> None:
         assert text.startswith(f"[rank {rank}] rank 2 ended with exit code 0 before it came to compare the strategy"), (
             text
         )
+
+
+def without_the_last_of_some(rank: int, size: int) -> str:
+    some = dist.new_group([1, 2])
+    if rank == 2:
+        tell_ended(innermost(store_of(dist.group.WORLD)), rank)
+    if rank != 1:
+        return ""
+    with pytest.raises(PeerLost) as caught:
+        agree(some, "the strategy", ["ddp"], NEVER_S, "")
+    return f"{caught.value.rank}: {caught.value}"
+
+
+def test_it_is_named_in_a_group_of_some_ranks_too() -> None:
+    assert run_threads(without_the_last_of_some, 3)[1].startswith(
+        "1: [rank 0] rank 2 (rank 1 of this group) ended with exit code 0 before it came to compare the strategy"
+    )

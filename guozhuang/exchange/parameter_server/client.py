@@ -6,7 +6,10 @@ arrive while the next parts are sent, so the link is used in both directions.
 
 [Note: the end] A worker that drops the model sends GOODBYE to the servers in the background. A worker that ends without error
 sends GOODBYE and, if the workers serve, stays until all workers have sent it, or the limit has passed, because they may still
-need its server. A worker that ends after an error closes all connections, so that the other processes notice at once.
+need its server. Its launcher cannot tell the others that it has ended, so it does so itself, and leaves the world first: who
+waits for it there, in a collective or before a checkpoint, would else wait for its end, and it for theirs. What it does then is
+no hang, so nothing watches its main thread any more. A worker that ends after an error closes all connections, so that the
+other processes notice at once.
 
 [Note: lifelines] When a connection breaks, gloo fails the receives that wait for their first byte, but not a send or an answer
 of which a part was on its way: these reach the limit of the group. So something waits for a first byte: a worker that serves
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import functools
 import sys
 import threading
@@ -35,10 +39,15 @@ from torch import Tensor
 
 from ...errors import UsageError, WorldError, explain
 from ...groups import roll_call
-from ...groups.agreement import store_of
+from ...groups.agreement import STORE_S, members_of, store_of
 from ...groups.serial import SerialThread, SerialWork
 from ...groups.subgroups import timeout_s
-from ...net.store import next_part
+from ...net.client import attempt
+from ...net.ended import tell_ended
+from ...net.store import innermost, next_part
+from ...registry import registry
+from ...watch import afterwards
+from ...world import shutdown
 from ...world.requests import requested_servers
 from . import protocol
 from .protocol import HEADER, LIFELINE, PAYLOAD, REPLY, Announcement, Opcode, ServerGroup, ServerMessage, wire
@@ -251,13 +260,14 @@ class ServerClient:
         service = Service(found) if found.workers_serve else None
         for number, rank in enumerate(found.servers):
             Connection(found, number, part_bytes, service if rank == found.rank else None, self.connections)
-        ending = _Ending(found, self.connections, service)
+        ending = _Ending(found, self.connections, service, innermost(store_of(group)))
         self._finalizer = weakref.finalize(self, ending.in_background)
         self._finalizer.atexit = False
         atexit.register(ending.at_exit)
 
     def send(self, requests: Iterable[tuple[int, PartRequest]]) -> None:
         """Submit requests, given as (number of the server, request) pairs, in the order of urgency."""
+        registry.num_exchanges += 1  # for the heartbeat, which else sees no collective in such a training
         for server, request in sorted(requests, key=lambda each: each[1].urgency):
             self.connections[server].submit(request)
 
@@ -270,8 +280,11 @@ class ServerClient:
 class _Ending:
     """Ends a client's connections and service, when the client is dropped or the process ends. See [Note: the end]."""
 
-    def __init__(self, group: ServerGroup, connections: Sequence[Connection], service: Service | None) -> None:
+    def __init__(
+        self, group: ServerGroup, connections: Sequence[Connection], service: Service | None, store: dist.Store
+    ) -> None:
         self._group, self._connections, self._service = group, connections, service
+        self._store, self._number = store, dist.get_rank()
         self._thread = SerialThread("guozhuang leaves servers", "goodbye")
         self._is_at_exit = False
 
@@ -294,6 +307,8 @@ class _Ending:
             group = self._group
             group.abort(group.rank, f"{group.names[group.rank]} ended after an error")
             return
+        if self._service is not None:
+            self._leave_world()
         has_ended = self._leave(_GOODBYE_S)
         # A thread that is inside gloo when the interpreter ends aborts the process.
         if self._service is not None:
@@ -302,6 +317,12 @@ class _Ending:
             self._group.crossing.cut()
             self._leave(_GOODBYE_S)
         self._thread.join(_GOODBYE_S)
+
+    def _leave_world(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: so is the launcher, or the rank that kept it
+            attempt(STORE_S, functools.partial(tell_ended, self._store, self._number))
+        shutdown()
+        afterwards.stop()
 
     def _leave(self, limit_s: float) -> bool:
         for connection in self._connections:
@@ -366,6 +387,7 @@ def _join(group: dist.ProcessGroup, asked: int | None) -> ServerGroup | None:
         outer, keeper = protocol.connect(there[1], limit_s), protocol.address_of(there[1]).host
         number = str(protocol.announce(outer, Announcement(size, limit_s))) if rank == 0 else ""
         purpose = "to meet the parameter servers"
-        [number, *_] = roll_call.call(store, "number", rank, size, number, limit_s, purpose=purpose)
+        members = members_of(group)
+        [number, *_] = roll_call.call(store, "number", rank, size, number, limit_s, purpose=purpose, members=members)
         store = protocol.store_of_group(outer, int(number))
-    return protocol.join(store, rank, size, count, limit_s, keeper)
+    return protocol.join(store, rank, size, count, limit_s, keeper, members_of(group))

@@ -288,7 +288,15 @@ def how_lost(error: BaseException, limit_s: float) -> str:
     return f"cannot be heard: {text}"
 
 
-def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: float, keeper: str = "") -> ServerGroup:
+def join(
+    store: dist.Store,
+    rank: int,
+    num_workers: int,
+    count: int,
+    limit_s: float,
+    keeper: str = "",
+    members: Sequence[int] = (),
+) -> ServerGroup:
     """Join a group, as a worker or a server, and return when all its processes are connected.
 
     Args:
@@ -298,6 +306,7 @@ def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: fl
         count: the number of server processes; 0 if the workers serve.
         limit_s: the limit of each wait for another process, in seconds.
         keeper: the host that keeps the servers' store, if it may be another host than this one.
+        members: the numbers of the workers in the world, in a worker.
 
     Raises:
         WorldError: a process did not join in time; the text names it.
@@ -313,6 +322,7 @@ def join(store: dist.Store, rank: int, num_workers: int, count: int, limit_s: fl
         limit_s,
         purpose="to connect workers and servers",
         named=lambda missing: ", ".join(called[r] for r in missing),
+        members=members,
     )
     present = [Process.read(card) for card in cards]
     names = [f"{who} (process {p.pid} on {p.node.split('/')[0]})" for who, p in zip(called, present, strict=True)]

@@ -101,8 +101,8 @@ def plan(found: argparse.Namespace, environ: Mapping[str, str]) -> Plan:
     least_nodes, most_nodes = torchrun_options.settle_nodes(found)
     plan_file.check_nodes(found, least_nodes, most_nodes)
     torchrun_options.check(found, environ, num_local_ranks, most_nodes)
-    effects.check(found, num_local_ranks)
     is_torchruns = torchrun_options.is_torchruns(found, most_nodes)
+    effects.check(found, num_local_ranks, most_nodes, is_torchruns)
     _check_servers(found.servers, least_nodes, most_nodes, found.rdzv_backend if is_torchruns else "")
     if found.standalone or (not names_nodes and most_nodes == 1):
         found.standalone, found.rdzv_backend, found.rdzv_endpoint, found.master_port = True, "static", "", None

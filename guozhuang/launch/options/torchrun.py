@@ -117,9 +117,7 @@ def check(found: argparse.Namespace, environ: Mapping[str, str], num_local_ranks
     if found.local_addr is not None and most_nodes > 1 and found.rdzv_backend == "static":
         what = "--local-addr is of no use between a fixed number of nodes: all of them come to --master-addr"
         raise UsageError(explain(what, value=found.local_addr, fix="leave it out; --interface chooses the network"))
-    if found.run_path and found.start_method != "spawn":
-        what = "--start-method has no effect: each rank is a program of its own, also with --run-path"
-        raise UsageError(explain(what, value=found.start_method, fix="leave it out"))
+    _check_alone(found, environ, most_nodes)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if found.virtual_local_rank and visible is not None and len(visible.split(",")) < num_local_ranks:
         what = (
@@ -144,6 +142,22 @@ def signals_of(names: str) -> list[signal.Signals]:
             raise UsageError(explain(what, value=name.strip(), fix="write names like SIGTERM,SIGINT,SIGUSR1"))
         found.append(number)
     return found
+
+
+def _check_alone(found: argparse.Namespace, environ: Mapping[str, str], most_nodes: int) -> None:
+    """Check that no option says where the nodes of a run meet that has one; a PET_ variable may be there for other runs."""
+    if most_nodes > 1:
+        return
+    alone = {"node_rank": "--node-rank tells several nodes apart"}
+    if found.standalone:
+        # The addresses and the id that take their place are new in each run.
+        alone |= dict.fromkeys(("rdzv_endpoint", "master_port"), "says where nodes meet")
+        alone |= {"rdzv_id": "tells several runs of one meeting point apart"}
+    for name, about in alone.items():
+        value, option = getattr(found, name), f"--{name.replace('_', '-')}"
+        if value != RENDEZVOUS_DEFAULTS[name] and str(value) != environ.get(f"PET_{name.upper()}"):
+            what = f"{about if about.startswith('--') else f'{option} {about}'}, and this run has one node"
+            raise UsageError(explain(what, value=f"{option} {value}", fix="leave it out, or give --nnodes"))
 
 
 def _check_port(port: int | None, most_nodes: int) -> None:
