@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import UsageError, explain
 from ..parallel.division import checked_norm
 from ..weights.points import points_of
-from .arrivals import Arrival, arrival_of
+from .arrivals import arrival_of
 from .carrier import Carrier
 from .whole import division_if_any, is_dtensor
 
@@ -47,29 +47,25 @@ def clip_grad_norm_(
         UsageError: ``norm_type`` is 0 or negative, which parts cannot give, or several optimizers hold one parameter.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank.
     """
+    from .averaged import carriers_of  # imported only when needed
+
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    hooks = {i: hook for i, p in enumerate(chosen) if (hook := arrival_of(p)) is not None}
-    if hooks:
-        return _clip_parts(chosen, list(hooks.values()), max_norm, float(norm_type), error_if_nonfinite)
+    if carriers := carriers_of(chosen):
+        return _clip_parts(chosen, carriers, max_norm, float(norm_type), error_if_nonfinite)
     if any(is_dtensor(p) for p in chosen):
         return _clip_distributed(chosen, max_norm, float(norm_type), error_if_nonfinite, foreach)
     return nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 def _clip_parts(
-    chosen: Sequence[Tensor], hooks: Sequence[Arrival], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    chosen: Sequence[Tensor], carriers: Sequence[Carrier], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
     if not norm_type > 0:
         raise UsageError(
             explain("norm_type must be above 0 where gradients are divided among ranks", value=norm_type, fix="use 2.0")
         )
-    carriers: list[Carrier] = []
-    wanted: list[set[int]] = []
-    for hook in hooks:
-        if not any(hook.carrier is known for known in carriers):
-            carriers.append(hook.carrier)
-            wanted.append(set())
-        wanted[next(i for i, known in enumerate(carriers) if known is hook.carrier)].add(hook.parameter)
+    hooks = [hook for p in chosen if (hook := arrival_of(p)) is not None]
+    wanted = [{hook.parameter for hook in hooks if hook.carrier is carrier} for carrier in carriers]
     for carrier in carriers:
         with points_of(carrier.group).inside("gz.clip_grad_norm_()"):
             carrier.collect()
