@@ -16,6 +16,7 @@ import bisect
 import dataclasses
 import sys
 import types
+from collections import deque
 from collections.abc import Mapping, Set
 from types import FrameType
 from typing import Any
@@ -122,30 +123,36 @@ _NO_OUTPUTS = (
 
 
 def tensors_with_graph(output: object) -> list[Tensor]:
-    """Return the tensors in ``output`` that backward can start from: those with a ``grad_fn``, each once.
+    """Return those of :func:`leaves_of` that backward can start from: the tensors with a ``grad_fn``, each once."""
+    found = {id(leaf): leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+    return list(found.values())
+
+
+def leaves_of(output: object) -> list[Any]:
+    """Return the tensors, numbers and texts in ``output``, in order; and None for each object that is not searched.
 
     Searches tuples, lists, sets, mappings, dataclasses, and the attributes of any other object (such as a model's own class
     of results), but not modules, functions and classes. An object that is met twice is searched once.
     """
-    found: list[Tensor] = []
+    found: list[Any] = []
     met: dict[int, object] = {}  # keeps the objects alive: the id of a deleted object may be reused
     waiting: list[Any] = [output]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, (*_PLAIN, *_NO_OUTPUTS)) or id(value) in met:
-            continue
-        met[id(value)] = value
-        if not isinstance(value, Tensor):
-            waiting.extend(reversed(_inside(value)))
-        elif value.grad_fn is not None:
+        if isinstance(value, (Tensor, *_PLAIN)):
             found.append(value)
+        elif isinstance(value, _NO_OUTPUTS) or id(value) in met:
+            found.append(None)
+        else:
+            met[id(value)] = value
+            waiting.extend(reversed(_inside(value)))
     return found
 
 
 def _inside(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
-    if isinstance(value, (tuple, list, Set)):
+    if isinstance(value, (tuple, list, Set, deque)):
         return list(value)
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,6 +62,31 @@ def watch_clipping() -> None:
             cells["func"].cell_contents = make(cells["func"].cell_contents)
 
 
+def carriers_of(parameters: Iterable[Tensor]) -> list[Carrier]:
+    """Return what carries gradients of these parameters, each once. Every rank must call it.
+
+    Optimizers take up parameters first that the script has frozen, thawed or added since the last step. A thawed one has no
+    carrier before.
+    """
+    given = list(parameters)
+    if strangers := {id(p) for p in given if p.requires_grad and arrival_of(p) is None}:
+        _follow(strangers)
+    for carrier in _known(given):
+        carrier.follow(None)
+    return _known(given)
+
+
+def _follow(wanted: Collection[int]) -> None:
+    """Let optimizers take up other groups that hold parameters or gradients with these ids."""
+    for carrier in Carrier.alive():
+        carrier.follow(wanted)
+
+
+def _known(parameters: Iterable[Tensor]) -> list[Carrier]:
+    hooks = [hook for p in parameters if (hook := arrival_of(p)) is not None]
+    return list({id(hook.carrier): hook.carrier for hook in hooks}.values())
+
+
 def _average(parameters: Iterable[Tensor], scales: bool = False) -> None:
     """Average the gradients of all that is divided together with these parameters.
 
@@ -69,11 +94,7 @@ def _average(parameters: Iterable[Tensor], scales: bool = False) -> None:
         parameters: of any models.
         scales: whether all these gradients are multiplied by one factor then, so that the same ranks must hold them.
     """
-    carriers: list[Carrier] = []
-    for parameter in parameters:
-        hook = arrival_of(parameter)
-        if hook is not None and not any(hook.carrier is known for known in carriers):
-            carriers.append(hook.carrier)
+    carriers = carriers_of(parameters)
     if scales:
         check_same_ranks(carriers)
     for carrier in carriers:
@@ -104,6 +125,7 @@ def _after_averages_of_gradients(function: Callable[..., Any]) -> Callable[..., 
     def averaging(tensors: Any, *args: Any, **options: Any) -> Any:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         wanted = {id(each) for each in given}
+        _follow(wanted)
         for carrier in Carrier.alive():
             if any(id(p.grad) in wanted for p in carrier.parameters if p.grad is not None):
                 _average(carrier.parameters[:1])

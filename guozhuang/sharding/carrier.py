@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -56,10 +56,13 @@ class Carrier(ABC):
         is_averaged: whether ``average`` was called, and no backward after it: ``p.grad`` is the mean, or what was made of it.
         has_replicas: whether each rank holds weights of its own.
         averages: whether it averages gradients. If not, ``p.grad`` holds averages, and no :class:`Arrival` is registered.
+        follow: called before gradients are averaged: the optimizer takes up other groups, which may close this carrier. With
+            ids of parameters or gradients, only if it holds some of these.
         exchanging: the reducer, if the user has chosen the exchange of gradients; its state belongs to a checkpoint.
     """
 
     exchanging: StepReducer | None = None
+    follow: Callable[[Collection[int] | None], object] = staticmethod(lambda wanted: None)
     averages = has_replicas = True
     _alike: Alike | None = None
     _alive: ClassVar[weakref.WeakSet[Carrier]] = weakref.WeakSet()

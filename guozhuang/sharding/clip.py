@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import UsageError, explain
 from ..parallel.division import checked_norm
 from ..weights.points import points_of
-from .arrivals import Arrival, arrival_of
+from .arrivals import arrival_of
 from .carrier import Carrier
 from .whole import division_if_any, is_dtensor
 
@@ -48,11 +48,12 @@ def clip_grad_norm_(
             parameters are sharded over different ranks.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank.
     """
+    from .averaged import carriers_of  # imported only when needed
+
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    hooks = {i: hook for i, p in enumerate(chosen) if (hook := arrival_of(p)) is not None}
-    if hooks:
+    if carriers := carriers_of(chosen):
         given = parameters if isinstance(parameters, Tensor) else chosen
-        return _clip_parts(given, list(hooks.values()), max_norm, float(norm_type), error_if_nonfinite)
+        return _clip_parts(given, carriers, max_norm, float(norm_type), error_if_nonfinite)
     if any(is_dtensor(p) for p in chosen):
         return _clip_distributed(chosen, max_norm, float(norm_type), error_if_nonfinite, foreach)
     return nn.utils.clip_grad_norm_(
@@ -62,7 +63,7 @@ def clip_grad_norm_(
 
 def _clip_parts(
     given: Tensor | Sequence[Tensor],
-    hooks: Sequence[Arrival],
+    carriers: Sequence[Carrier],
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
@@ -71,14 +72,10 @@ def _clip_parts(
         raise UsageError(
             explain("norm_type must be above 0 where gradients are divided among ranks", value=norm_type, fix="use 2.0")
         )
-    carriers: list[Carrier] = []
-    wanted: list[set[int]] = []
-    for hook in hooks:
-        if not any(hook.carrier is known for known in carriers):
-            carriers.append(hook.carrier)
-            wanted.append(set())
-        wanted[next(i for i, known in enumerate(carriers) if known is hook.carrier)].add(hook.parameter)
     check_same_ranks(carriers)
+    chosen = [given] if isinstance(given, Tensor) else given
+    hooks = [hook for p in chosen if (hook := arrival_of(p)) is not None]
+    wanted = [{hook.parameter for hook in hooks if hook.carrier is carrier} for carrier in carriers]
     for carrier in carriers:
         with points_of(carrier.group).inside("gz.clip_grad_norm_()"):
             carrier.collect()

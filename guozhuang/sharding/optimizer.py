@@ -8,9 +8,9 @@ belongs to the blocks at all times.
 from __future__ import annotations
 
 import copy
-import warnings
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +27,6 @@ from ..optim.layerwise import LayerwiseOptimizer, Wholes
 from ..optim.wrapped import WrappedOptimizer
 from ..parallel.division import division_of, summed
 from ..parallel.state import fit
-from ..units import listed
 from ..weights.points import points_of
 from ..world.devices import device_of
 from .carrier import Carrier
@@ -145,8 +144,7 @@ class ShardedOptimizer(WrappedOptimizer):
     def _step(self, grad_scaler: Any) -> None:
         """Do what :meth:`step` does after the closure. Classes override this one, for PyTorch wraps each class's ``step``
         to call the hooks of steps, so that a ``step`` calling its base class's would call them twice."""
-        if self._signature() != self._known:
-            self._rebuild()
+        self.follow_groups()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # for schedulers, where nothing is stepped
         if grad_scaler is not None:
             self.collect()
@@ -167,8 +165,19 @@ class ShardedOptimizer(WrappedOptimizer):
         torch.autograd.graph.increment_version(changed)  # so that a graph that saved old values raises in backward
         self.carrier.publish()
 
+    def follow_groups(self, wanted: Collection[int] | None = None) -> None:
+        """Divide anew if other parameters are trained than before, and some are wanted. Every rank must call it."""
+        held = (p for group in self.param_groups for p in group["params"])
+        if self._signature() == self._known or (wanted and not any({id(p), id(p.grad)} & set(wanted) for p in held)):
+            return
+        if self.carrier.is_collected:
+            what = "parameters were frozen, thawed or added after gz.clip_grad_norm_ had averaged the gradients of this step"
+            raise UsageError(explain(what, rank=self.group.rank(), fix="do so before the forward or after the step"))
+        self._rebuild()
+
     def collect(self) -> None:
         """Average gradients over ranks; a second call before the step does nothing. Every rank must call it."""
+        self.follow_groups()
         self.carrier.collect()
         self._follow_splits()
 
@@ -237,8 +246,7 @@ class ShardedOptimizer(WrappedOptimizer):
         by_id = dict(zip((i for g in saved for i in g["params"]), own, strict=True))
         loaded = {by_id[key]: values for key, values in state_dict["state"].items() if key in by_id}
         rest = {key: value for key, value in state_dict["state"].items() if key not in by_id}
-        if self._signature() != self._known:
-            self._rebuild()
+        self.follow_groups()
         full = {i: loaded[p] for i, p in enumerate(self._parameters) if p in loaded}
         lines = signs(full, self._parameters, self._are_whole, self._who)
         agree(self.group, "the optimizer's state to load", lines, timeout_s(self.group), "load the same on every rank")
@@ -365,6 +373,8 @@ class ShardedOptimizer(WrappedOptimizer):
         fix = "make the optimizer the same way on every rank"
         agree(self.group, "the optimizer's parameters and state", lines, timeout_s(self.group), fix)
         self.carrier = self._make_carrier(names, self._parameters, layout)
+        alive = weakref.WeakMethod(self.follow_groups)
+        self.carrier.follow = lambda wanted: None if (follow := alive()) is None else follow(wanted)
         self._divide(full)
 
     def _cost(self, parameter: Tensor, group: int) -> float:
@@ -418,12 +428,3 @@ class _WholesOfBlocks(Wholes):
         dist.all_reduce(squares, group=self._optimizer.group)
         by_parameter = summed(known, squares.t().contiguous(), 2.0)
         return [[row[i] for i in places] for row in by_parameter.t().sqrt().unbind()]
-
-
-def warn_of_forgotten(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Warn of parameters that require a gradient but are in no group: they are neither averaged nor stepped."""
-    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-    forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    if forgotten:
-        what = f"in no group of the optimizer, so that their gradients stay each rank's own, are {listed(forgotten)}"
-        warnings.warn(explain(what, fix="give them to the optimizer, or call requires_grad_(False)"), stacklevel=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -27,7 +28,7 @@ from ..weights.points import points_of
 from .arrivals import arrival_of
 from .carrier import Carrier
 from .elementwise import needs_whole_tensors
-from .optimizer import ShardedOptimizer, warn_of_forgotten
+from .optimizer import ShardedOptimizer
 from .parts import BucketLayout
 from .whole import is_divided
 
@@ -114,7 +115,7 @@ def shard(
     for each in optimizers:
         needs_whole_tensors(each)
     check_parameters(model, optimizers)
-    warn_of_forgotten(model, optimizers)
+    _warn_of_forgotten(model, optimizers)
     from .averaged import watch_clipping  # imported only when needed
 
     watch_clipping()
@@ -233,3 +234,12 @@ def check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     if len(devices) > 1:
         what = "the optimizer's parameters lie on several devices"
         raise UsageError(explain(what, value=sorted(map(str, devices)), fix="put the model on one device per rank"))
+
+
+def _warn_of_forgotten(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Warn of parameters that require a gradient but are in no group: they are neither averaged nor stepped."""
+    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if forgotten:
+        what = f"in no group of the optimizer, so that their gradients stay each rank's own, are {listed(forgotten)}"
+        warnings.warn(explain(what, fix="give them to the optimizer, or call requires_grad_(False)"), stacklevel=4)

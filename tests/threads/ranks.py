@@ -78,11 +78,23 @@ class _Meeting:
     def __init__(self, size: int, run: _Run) -> None:
         self.size, self.run, self.changed = size, run, threading.Condition()
         self.calls: dict[int, dict[int, Any]] = collections.defaultdict(dict)
-        self.mail: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = collections.defaultdict(queue.SimpleQueue)
+        self.mail: dict[tuple[int, int, int], queue.SimpleQueue[Tensor | None]] = collections.defaultdict(
+            queue.SimpleQueue
+        )
 
-    def queue(self, source: int, target: int, tag: int) -> queue.SimpleQueue[Tensor]:
+    def queue(self, source: int, target: int, tag: int) -> queue.SimpleQueue[Tensor | None]:
         with self.changed:
-            return self.mail[source, target, tag]
+            found = self.mail[source, target, tag]
+            if self.run.has_failed:
+                found.put(None)
+            return found
+
+    def wake(self) -> None:
+        """Let those go on that wait for a rank which will not come."""
+        with self.changed:
+            self.changed.notify_all()
+            for each in self.mail.values():
+                each.put(None)
 
     def of_all(self, number: int, rank: int, given: Any) -> list[Any]:
         with self.changed:
@@ -200,7 +212,13 @@ class ThreadGroup(PythonGroup):
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         mail = self._meeting.queue(peer, self.rank(), tag)
-        return _Ended(tensors, lambda: tensors[0].detach().copy_(mail.get(timeout=LIMIT_S)))
+
+        def take() -> None:
+            found = mail.get(timeout=LIMIT_S)
+            assert found is not None, f"ranks [{peer}] did not come"
+            tensors[0].detach().copy_(found)
+
+        return _Ended(tensors, take)
 
 
 def _combined(everyones: list[Tensor], op: Any) -> Tensor:
@@ -235,8 +253,7 @@ class _Run:
     def fail(self) -> None:
         self.has_failed = True
         for meeting in list(self._meetings.values()):
-            with meeting.changed:
-                meeting.changed.notify_all()
+            meeting.wake()
 
 
 class _Worlds:

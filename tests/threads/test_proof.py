@@ -61,6 +61,18 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Found:
+    """What a model returns that has a class for it."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class Classified(Net):
+    def forward(self, x):
+        return Found(super().forward(x))
+
+
 class Bypassed(nn.Module):
     """Its parent calls the layers of a Sequential itself, with a norm over features between them."""
 
@@ -108,6 +120,8 @@ MODELS = {
     "plain": Net,
     "statistics by hand": lambda: Net(batch_norm),
     "F.batch_norm": lambda: Net(functional_norm),
+    "an own class": Classified,
+    "statistics and an own class": lambda: Classified(batch_norm),
     "rows attend to each other": lambda: Net(rows_attend),
     "F.dropout in a block": lambda: Net(lambda block, x: F.dropout(x, 0.2, block.training)),
     "noise in a block": lambda: Net(lambda block, x: x + 0.1 * torch.randn_like(x)),
@@ -129,7 +143,8 @@ MODELS = {
 
 
 def loss_of(model, x, y):
-    return F.cross_entropy(model(x), y)
+    found = model(x)
+    return F.cross_entropy(found.logits if isinstance(found, Found) else found, y)
 
 
 def usual(model, optimizer, x, y):
@@ -284,6 +299,9 @@ ROWS = (
     ("plain", "two forwards", EQUAL, EQUAL),
     ("statistics by hand", "usual", "the first part whose output differs is 'blocks.0'", EQUAL),
     ("F.batch_norm", "usual", "the first part whose output differs is 'blocks.0'", EQUAL),
+    ("an own class", "usual", EQUAL, EQUAL),
+    ("an own class", "backward with inputs", "there is none, and in one process there is one", EQUAL),
+    ("statistics and an own class", "usual", "the first part whose output differs is 'blocks.0'", EQUAL),
     ("rows attend to each other", "usual", "the first part whose output differs is 'blocks.0'", EQUAL),
     ("one sequence, no batch", "usual", "let samples come first", EQUAL),
     ("BatchNorm1d", "usual", "BatchNorm takes the statistics of each microbatch", "nothing in Sequential was found"),

@@ -211,6 +211,26 @@ class Squared(torch.autograd.Function):
         return DTensor.from_local(undivided, ctx.parameter.device_mesh, [Replicate()], run_check=False)
 
 
+def by_closures(model: nn.Module, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    """The step's gradients are there when its closure has run; some have a penalty, and an evaluation comes between steps."""
+    for step in range(4):
+        x = mine(batch(step)).clone().requires_grad_()
+
+        def closure(x: Tensor = x, step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            y = model(x)
+            slope = torch.autograd.grad(y.sum(), x, create_graph=True)[0] if step % 2 == 0 else y
+            loss = slope.pow(2).mean() + y.pow(2).mean()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) is not None
+        if step < 2:
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(batch(step))
+
+
 def by_thawing(model: Any, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
     """Parts are frozen and trained again, as in stages of a fine-tuning."""
     for step in range(4):
@@ -242,6 +262,7 @@ def plainly(model: nn.Module, optimizer: Optimizer, mine: Callable[[Tensor], Ten
 HABITS = {
     "channels_last": (channels_last, plainly),
     "micro-batches": (smooth, by_micro_batches),
+    "closures": (smooth, by_closures),
     "frozen and thawed": (smooth, by_thawing),
     "a penalty on weights": (smooth, by_penalty_on_weights),
     "own class": (OwnNet, by_own_class),

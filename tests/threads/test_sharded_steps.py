@@ -83,10 +83,16 @@ def clip_between(model: nn.Module) -> None:
     model[1](rows(0)).sum().backward()  # type: ignore[index]
 
 
+def freeze_after_clipping(model: nn.Module) -> None:
+    gz.clip_grad_norm_(model.parameters(), 1.0)
+    model[1].requires_grad_(False)  # type: ignore[index]
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], None], str]] = {
     "one dropped": (drop_one, r"the gradient of 1\.weight was dropped after gz\.clip_grad_norm_"),
     "changed by hand": (limit_clipped_ones, "was changed after the last backward"),
     "PyTorch's after ours": (use_both_functions, r"call gz\.clip_grad_norm_ last"),
+    "frozen after it": (freeze_after_clipping, r"frozen, thawed or added after gz\.clip_grad_norm_"),
     "a backward after it": (clip_between, "a backward has added to gradients that were averaged already"),
 }
 
@@ -106,6 +112,52 @@ def is_refused(rank: int, size: int, plain: nn.Module, what: str) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_changes_after_clipping_are_refused_on_any_number_of_ranks(num_ranks: int, what: str) -> None:
     run_threads(is_refused, num_ranks, two_layers(), what)
+
+
+def limit_averages(model: Any) -> None:
+    with gz.averaged_gradients(model):
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-0.002, 0.002)
+
+
+def trained(model: Any) -> list[Any]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+LIMITS: dict[str, Callable[[Any], object]] = {
+    "gz.clip_grad_norm_": lambda m: gz.clip_grad_norm_(trained(m), 0.05),
+    "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(trained(m), 0.05),
+    "clip_grad_value_": lambda m: nn.utils.clip_grad_value_(trained(m), 0.002),
+    "of what was thawed alone": lambda m: (
+        gz.clip_grad_norm_([m[0].weight], 0.01) if m[0].weight.requires_grad else None
+    ),
+    "averaged_gradients": limit_averages,
+}
+
+
+def clips_what_is_thawed(rank: int, size: int, plain: nn.Module, how: str) -> list[list[Tensor]]:
+    both = []
+    for is_alone in (True, False):
+        model: Any = copy.deepcopy(plain)
+        optimizer: Any = sgd(model)
+        if not is_alone:
+            model, optimizer = shard(model, optimizer)
+        for step in range(4):
+            model[0].requires_grad_(step in (1, 3))
+            model(rows(step) if is_alone else rows(step)[rank::size]).square().mean().backward()
+            LIMITS[how](model)
+            optimizer.step()
+            optimizer.zero_grad()
+        both.append([p.detach().clone() for p in model.parameters()])
+    return both
+
+
+@pytest.mark.parametrize("how", LIMITS)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_frozen_and_thawed_is_clipped_with_the_rest(num_ranks: int, how: str) -> None:
+    for alone, found in run_threads(clips_what_is_thawed, num_ranks, two_layers(), how):
+        torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)
 
 
 class Layers(nn.Module):

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ...errors import MismatchError, UsageError, WorldError, explain
+from ...gradients.forwards import leaves_of
 from ...world import current
 from ...world.layout import MODEL_AXES
 from . import reference
@@ -426,4 +426,4 @@ class Proof:
 
 
 def _has_graph(found: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(found))
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves_of(found))

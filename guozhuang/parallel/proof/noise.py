@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ...gradients.forwards import leaves_of
 from . import reference
 from .reference import Reference, ReferenceReport, fork_reference
 
@@ -106,7 +106,7 @@ class LossRounding:
 
     def watch(self, outputs: Any) -> None:
         """Take what a forward has returned, before its backward."""
-        for leaf in pytree.tree_leaves(outputs):
+        for leaf in leaves_of(outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(functools.partial(self._take, leaf.detach()))
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils import _pytree as pytree
 
 from ...generators import checksums
+from ...gradients.forwards import leaves_of
 from ..activations.tensor import local_of
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -66,7 +66,7 @@ class ForwardRecord:
         """Keep what the forward has returned."""
         self.outputs = [
             leaf.detach() if isinstance(leaf, Tensor) else leaf if isinstance(leaf, _PLAIN) else None
-            for leaf in pytree.tree_leaves(outputs)
+            for leaf in leaves_of(outputs)
         ]
 
 
@@ -85,7 +85,7 @@ def _note_output(record: ForwardRecord, module: nn.Module, _: Any, output: Any) 
     name = _running.names.get(id(module))
     if _running.record is not record or name is None:  # in another thread
         return
-    for leaf in pytree.tree_leaves(output):
+    for leaf in leaves_of(output):
         if isinstance(leaf, Tensor) and not leaf.is_meta and (mine := local_of(leaf)).is_floating_point():
             record.parts.setdefault(name, Sums()).add(mine)
 

@@ -106,16 +106,43 @@ def shard_fully(
         units.compare.alike = Alike(group, new_parameters, lambda: (0, 0))
         units.compare.alike.compares_weights = False
 
-    def before_step(*_: Any) -> None:
+    def check() -> None:
         units.before_step()
         watch.look_at(new_names, new_parameters, next(numbers))
+
+    def before_step(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if _closure_of(args, options) is None:
+            check()
+
+    def before_closure(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A closure computes the gradients of the step when it is called; others may be there before."""
+        closure = _closure_of(args, options)
+        if closure is None:
+            return None
+        if units.have_gradients:
+            units.before_step()
+
+        @functools.wraps(closure)
+        def checked() -> Any:
+            found = closure()
+            check()
+            return found
+
+        of_step = (args[0], checked, *args[2:]) if len(args) > 1 else args
+        return of_step, options | ({"closure": checked} if "closure" in options else {})
 
     def at_first_forward(*_: Any) -> None:
         handle.remove()  # what the script does before it may check steps too, and says more of its cause
         optimizer.register_step_pre_hook(before_step)
 
     handle = model.register_forward_pre_hook(at_first_forward)
+    optimizer.register_step_pre_hook(before_closure)
     return model, optimizer
+
+
+def _closure_of(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return the closure among the arguments of ``step``, of which the optimizer is the first; None if there is none."""
+    return args[1] if len(args) > 1 else options.get("closure")
 
 
 @dataclass(frozen=True)

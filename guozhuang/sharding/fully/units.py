@@ -62,6 +62,11 @@ class Units:
         """Whether the gradients of a unit are summed when PyTorch says that the unit has them all."""
         return not self.is_kept or self._is_ending
 
+    @property
+    def have_gradients(self) -> bool:
+        """Whether a parameter has a gradient for the step."""
+        return any(unit.has_gradients for unit in self._units)
+
     def end_backward(self, end: Callable[[], None]) -> None:
         """Sum the gradients that are not summed yet, then do what PyTorch does at the end of a backward."""
         self._is_ending = True
@@ -96,7 +101,7 @@ class Units:
                 "gradient by hand between forward and backward"
             )
             raise UsageError(explain(what, fix=fix))
-        if self.had_forward and not any(unit.has_gradients for unit in self._units):
+        if self.had_forward and not self.have_gradients:
             if isinstance(self.compare, Together):
                 self.compare.before_empty_step()
             what = "no parameter of the model has a gradient in this step, after a forward with gradients"
