@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from ..weights.points import points_of
-from .arrivals import arrival_of
 from .carrier import Carrier
-from .clip import check_same_ranks
+from .clip import carriers_of, check_same_ranks, follow_groups
 
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 _OF_GRADIENTS = ("_get_total_norm",)
@@ -62,31 +61,6 @@ def watch_clipping() -> None:
             cells["func"].cell_contents = make(cells["func"].cell_contents)
 
 
-def carriers_of(parameters: Iterable[Tensor]) -> list[Carrier]:
-    """Return what carries gradients of these parameters, each once. Every rank must call it.
-
-    Optimizers take up parameters first that the script has frozen, thawed or added since the last step. A thawed one has no
-    carrier before.
-    """
-    given = list(parameters)
-    if strangers := {id(p) for p in given if p.requires_grad and arrival_of(p) is None}:
-        _follow(strangers)
-    for carrier in _known(given):
-        carrier.follow(None)
-    return _known(given)
-
-
-def _follow(wanted: Collection[int]) -> None:
-    """Let optimizers take up other groups that hold parameters or gradients with these ids."""
-    for carrier in Carrier.alive():
-        carrier.follow(wanted)
-
-
-def _known(parameters: Iterable[Tensor]) -> list[Carrier]:
-    hooks = [hook for p in parameters if (hook := arrival_of(p)) is not None]
-    return list({id(hook.carrier): hook.carrier for hook in hooks}.values())
-
-
 def _average(parameters: Iterable[Tensor], scales: bool = False) -> None:
     """Average the gradients of all that is divided together with these parameters.
 
@@ -125,7 +99,7 @@ def _after_averages_of_gradients(function: Callable[..., Any]) -> Callable[..., 
     def averaging(tensors: Any, *args: Any, **options: Any) -> Any:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         wanted = {id(each) for each in given}
-        _follow(wanted)
+        follow_groups(wanted)
         for carrier in Carrier.alive():
             if any(id(p.grad) in wanted for p in carrier.parameters if p.grad is not None):
                 _average(carrier.parameters[:1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -48,8 +48,6 @@ def clip_grad_norm_(
             parameters are sharded over different ranks.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank.
     """
-    from .averaged import carriers_of  # imported only when needed
-
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if carriers := carriers_of(chosen):
         given = parameters if isinstance(parameters, Tensor) else chosen
@@ -59,6 +57,31 @@ def clip_grad_norm_(
     return nn.utils.clip_grad_norm_(
         parameters if isinstance(parameters, Tensor) else chosen, max_norm, norm_type, error_if_nonfinite, foreach
     )
+
+
+def carriers_of(parameters: Iterable[Tensor]) -> list[Carrier]:
+    """Return what carries gradients of these parameters, each once. Every rank must call it.
+
+    Optimizers take up parameters first that the script has frozen, thawed or added since the last step. A thawed one has no
+    carrier before.
+    """
+    given = list(parameters)
+    if strangers := {id(p) for p in given if p.requires_grad and arrival_of(p) is None}:
+        follow_groups(strangers)
+    for carrier in _known(given):
+        carrier.follow(None)
+    return _known(given)
+
+
+def follow_groups(wanted: Collection[int]) -> None:
+    """Let optimizers take up other groups that hold parameters or gradients with these ids."""
+    for carrier in Carrier.alive():
+        carrier.follow(wanted)
+
+
+def _known(parameters: Iterable[Tensor]) -> list[Carrier]:
+    hooks = [hook for p in parameters if (hook := arrival_of(p)) is not None]
+    return list({id(hook.carrier): hook.carrier for hook in hooks}.values())
 
 
 def _clip_parts(
