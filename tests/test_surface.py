@@ -258,7 +258,7 @@ num_bytes = sum(os.path.getsize(file) for file in files if file and os.path.exis
 started = [threading.active_count() > 1, torch.distributed.is_initialized(), guozhuang.world.current() is not None]
 print(json.dumps([modules, num_bytes, started]))
 """
-IMPORTED_BYTES = 1_510_000
+IMPORTED_BYTES = 1_520_000
 
 
 @functools.cache
