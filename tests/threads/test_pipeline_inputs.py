@@ -46,6 +46,28 @@ class Recurrent(nn.Module):
         return self.head(x), state
 
 
+class Decides(nn.Module):
+    """Blocks after which the model itself decides by their outputs, beside a guard that never speaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x).tanh()
+            if not torch.isfinite(x).all():
+                raise ValueError("overflow")
+            if x.mean() > 0:
+                x = 1.5 * x
+        return x
+
+
+def alone(model, sizes):
+    for x in batches(sizes):
+        yield (model(x) - 1).pow(2).mean()
+
+
 def detached(state):
     return tuple(each.detach() for each in state) if isinstance(state, tuple) else state.detach()
 
@@ -93,6 +115,7 @@ def train(model, optimizer, script, sizes):
         pytest.param(Masked, with_mask, (8, 6, TOKENS, 8), 4, id="a mask that is as long as a later batch"),
         pytest.param(lambda: Recurrent(nn.LSTM, 2), with_states, (8, 8, 8), 4, id="states of LSTM"),
         pytest.param(lambda: Recurrent(nn.GRU, 3), with_states, (8, 8), 1, id="states of GRU, one microbatch"),
+        pytest.param(Decides, alone, (8, 8, 8), 1, id="decisions of a whole batch"),
         pytest.param(lambda: Recurrent(nn.GRU, 3), with_gradients_of_states, (8, 6), 3, id="gradients of states"),
     ],
 )
@@ -110,6 +133,24 @@ def test_inputs_are_cut_where_their_samples_lie(make, script, sizes, num_microba
     for found in run_threads(rank_of, 2):
         torch.testing.assert_close(found[0], losses, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(found[1], weights, rtol=1e-9, atol=1e-12)
+
+
+def test_microbatches_that_decide_differently_are_refused():
+    torch.manual_seed(0)
+    models = [Decides().double() for _ in range(2)]
+
+    def rank_of(rank, size):
+        setup = Setup(SimpleNamespace(layout=Layout(pp=2)), wishes={"num_microbatches": 4})
+        optimizer = torch.optim.SGD(models[rank].parameters(), 0.1)
+        model, _ = prepare_divided(models[rank], optimizer, setup, get("hybrid"))
+        ones = torch.ones(8, TOKENS, WIDTH, dtype=torch.float64)
+        model(ones).sum().backward()  # all decide alike
+        model(torch.cat([ones[:6], -ones[6:]]))
+
+    with pytest.raises(
+        AssertionError, match=r"microbatches 0 and 3 decide differently .got '.*test_pipeline_inputs.py:\d+'"
+    ):
+        run_threads(rank_of, 2)
 
 
 def test_a_batch_of_another_size_tells_what_has_no_samples():

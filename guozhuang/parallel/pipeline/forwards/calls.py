@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from ....errors import UsageError, explain
 from ....world.devices import device_of
+from .decisions import Line, reading_line
 from .intercept import intercepted
 from .outputs import UnitOutputs, filled, tensors_in, with_hooks
 
@@ -73,12 +74,14 @@ class ObservedForward:
         tail: the outputs of units that the model's result is computed from.
         changed: the outputs that glue changes in place.
         parameters: the parameters that glue reads itself, by their names in the model.
+        deciding: the lines where Python code reads values of outputs, before the last call.
     """
 
     calls: tuple[UnitCall, ...]
     tail: frozenset[Value]
     changed: frozenset[Value]
     parameters: frozenset[str]
+    deciding: frozenset[Line]
 
 
 def observe(
@@ -102,11 +105,13 @@ def observe(
     """
     sources = _Sources(model)
     calls: list[UnitCall] = []
+    deciding: set[Line] = set()
     device = device_of(tensors_in((args, dict(kwargs))))
 
     def on_call(name: str, unit: nn.Module, proceed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with sources.paused():
             needs = sources.of_all(tensors_in((args, kwargs))) | sources.read
+            deciding.update(sources.lines)
             is_hidden = _is_in_old_checkpoint()
             output = outputs.run(name, unit, proceed, args, kwargs)
             shapes = tuple(leaf.shape for leaf in output.leaves if isinstance(leaf, Tensor))
@@ -139,7 +144,8 @@ def observe(
     if any(each.is_meta for each in tensors_in(found)):
         raise _taken_from_inside(found)
     tail = sources.of_all(tensors_in(found)) | sources.read
-    return ObservedForward(tuple(calls), frozenset(tail), frozenset(sources.changed), frozenset(sources.parameters))
+    changed, parameters = frozenset(sources.changed), frozenset(sources.parameters)
+    return ObservedForward(tuple(calls), frozenset(tail), changed, parameters, frozenset(deciding))
 
 
 def _taken_from_inside(where: Any) -> UsageError:
@@ -188,6 +194,7 @@ class _Sources:
 
     def __init__(self, model: nn.Module) -> None:
         self.read: set[Value] = set()
+        self.lines: set[Line] = set()
         self.changed: set[Value] = set()
         self.parameters: set[str] = set()
         self._names = {parameter.untyped_storage()._cdata: name for name, parameter in model.named_parameters()}
@@ -238,6 +245,8 @@ class _Sources:
         sources = self.of_all(given)
         if func in _READS:
             self.read |= sources
+            if sources and (line := reading_line()) is not None:
+                self.lines.add(line)
         self.parameters |= {self._names[key] for each in given if (key := self._key(each)) in self._names}
         for each in pytree.tree_leaves(found):
             if isinstance(each, Tensor) and sources and (key := self._key(each)) is not None:
@@ -295,7 +304,7 @@ class Routes:
         order: the names of all calls, in their order.
         messages: the values that one stage sends another, by both, in one order for both ends.
         result: the values that the last stage gives to the tail.
-        changed: see :class:`ObservedForward`.
+        changed, deciding: see :class:`ObservedForward`.
     """
 
     stage_of: dict[str, int]
@@ -303,6 +312,7 @@ class Routes:
     messages: dict[tuple[int, int], tuple[Value, ...]]
     result: tuple[Value, ...]
     changed: frozenset[Value]
+    deciding: frozenset[Line]
 
 
 def route(calls: ObservedForward, stage_of: Mapping[str, int], num_stages: int, opaque: Mapping[str, Any]) -> Routes:
@@ -344,4 +354,4 @@ def route(calls: ObservedForward, stage_of: Mapping[str, int], num_stages: int, 
         raise UsageError(explain(what, value="use_reentrant=True", fix="give checkpoint(..., use_reentrant=False)"))
     tail = tuple(sorted(result, key=lambda value: (place[value.call], value.leaf)))
     sent = {edge: tuple(values) for edge, values in messages.items()}
-    return Routes(dict(stage_of), tuple(place), sent, tail, calls.changed)
+    return Routes(dict(stage_of), tuple(place), sent, tail, calls.changed, calls.deciding)

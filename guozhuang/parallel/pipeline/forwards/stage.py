@@ -26,6 +26,7 @@ from ...activations.tensor import DividedTensor, local_of
 from ...axes import WHOLE, Around
 from ...random import Draws
 from .calls import Routes, Value
+from .decisions import Decisions
 from .intercept import intercepted
 from .outputs import UnitOutput, UnitOutputs, filled, tensors_in, with_hooks, without_hooks
 
@@ -148,6 +149,7 @@ class Stage:
         self._went: dict[int, list[tuple[int, ...]]] = {}
         self._model, self._units, self._outputs, self._routes, self.index = model, units, outputs, routes, index
         self.draws, self._glue, self._is_step = draws, glue, runs_tail
+        self._decisions = Decisions(routes.deciding)
         self._is_last, self._runs_tail = index == num_stages - 1, runs_tail and index == num_stages - 1
         self._own = frozenset(name for name, stage in routes.stage_of.items() if stage == index)
         self._end = next((name for name in reversed(routes.order) if name in self._own), None)
@@ -186,7 +188,8 @@ class Stage:
                     self._units, self._outputs, self._routes, self.draws, self._own, given, self._crossing
                 )
                 args, kwargs = self._around.inputs(microbatch.args, microbatch.kwargs)
-                found = forward.run(self._model, args, kwargs, end)
+                with self._decisions.of(microbatch.number):
+                    found = forward.run(self._model, args, kwargs, end)
                 kept.update(forward.kept)
                 result = found if self._runs_tail else None
         if self._is_last and not self._runs_tail:
