@@ -18,10 +18,13 @@ def states() -> dict[str, Any]:
 
 
 def set_states(states: Mapping[str, Any]) -> None:
-    """Set the generators to what :func:`states` returned."""
-    torch.set_rng_state(states["torch"].clone())
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    """Set the generators to what :func:`states` returned; those that are left out stay."""
+    if "torch" in states:
+        torch.set_rng_state(states["torch"].clone())
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])
 
 
 def check_states(states: Mapping[str, Any]) -> None:
@@ -36,9 +39,9 @@ def check_states(states: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Let what is drawn in this block leave the generators as they were."""
-    before = states()
+def kept(*names: str) -> Iterator[None]:
+    """Let what is drawn in this block leave the generators as they were: those of these names, or all."""
+    before = {name: state for name, state in states().items() if not names or name in names}
     try:
         yield
     finally:

@@ -226,6 +226,7 @@ class Counting:
 
 def test_who_waits_for_long_asks_the_store_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "store_of", lambda group: group.store)
+    monkeypatch.setattr(steps, "members_of", lambda group: [])
     monkeypatch.setattr(steps, "next_part", lambda store, *_: store)  # a part of a store is no object of Python
     monkeypatch.setattr(steps, "_PATIENCE_S", 0.1)
     shared, size, late = dist.HashStore(), 16, {0, 5}

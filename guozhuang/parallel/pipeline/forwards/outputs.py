@@ -94,7 +94,7 @@ class UnitOutputs:
                 module.momentum = 0.1  # without a momentum it reads a value, of which the meta device has none
         first = name.partition("#")[0]
         try:
-            with kept(), torch.no_grad():
+            with kept("python", "numpy"), torch.no_grad():  # PyTorch's draws nothing on the meta device
                 try:
                     given = _as_without_autocast(leaves, self._tensors[first].values())
                     meta_args, meta_kwargs = pytree.tree_unflatten([_to_meta(leaf) for leaf in given], spec)
