@@ -17,7 +17,6 @@ one's own.
 from __future__ import annotations
 
 import abc
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, NoReturn
@@ -31,6 +30,7 @@ from typing_extensions import override
 
 from ...errors import UsageError, explain
 from ...world.versions import reduce_scatter_single
+from ..running import first_argument, running_frames
 from ..spans import Span, SpansOfRanks, memory_format
 from .names import DESCRIBES, is_elementwise, name_of
 
@@ -339,15 +339,12 @@ def _check(first: DividedTensor, name: str, func: Any, args: Any, kwargs: dict[s
 
 def _running_function() -> str | None:
     """Return the name of the innermost ``torch.autograd.Function`` of the model whose forward is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_code.co_argcount:
-            first = frame.f_locals.get(frame.f_code.co_varnames[0])
-            if isinstance(first, FunctionCtx):
-                if frame.f_globals["__name__"].startswith("guozhuang."):  # a pipeline runs the model inside of its own
-                    return None
-                return type(first).__name__.removesuffix("Backward")
-        frame = frame.f_back  # type: ignore[assignment]
+    for frame in running_frames():
+        first = first_argument(frame) if frame.f_code.co_name == "forward" else None
+        if isinstance(first, FunctionCtx):
+            if frame.f_globals["__name__"].startswith("guozhuang."):  # a pipeline runs the model inside of its own
+                return None
+            return type(first).__name__.removesuffix("Backward")
     return None
 
 

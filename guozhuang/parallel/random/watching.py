@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import UsageError, explain
-from ..running import running_calls
+from ..running import first_argument, running_frames
 from .divided import Declaration, declared, declaring
 
 # Modules that are always watched: they draw while they are in training and their probability is above 0.
@@ -109,9 +109,9 @@ class Watch:
     def add_caller(self) -> None:
         """Watch the innermost module of the model whose forward is being computed, because it draws."""
         is_recomputed = False
-        for call in running_calls():
-            module = call.module
-            if call.name == "forward" and module is not None and any(each is module for each in self._model.modules()):
+        for frame in running_frames():
+            module = first_argument(frame) if frame.f_code.co_name == "forward" else None
+            if isinstance(module, nn.Module) and any(each is module for each in self._model.modules()):
                 if is_recomputed:
                     what = "a function that torch.utils.checkpoint runs draws random numbers outside of any module"
                     raise UsageError(explain(what, value=type(module).__name__, fix="give checkpoint a module"))
@@ -123,7 +123,7 @@ class Watch:
                     self._draw_untold.add(module)
                     self.num_found += 1
                 return
-            is_recomputed = is_recomputed or call.file.endswith("torch/utils/checkpoint.py")
+            is_recomputed = is_recomputed or frame.f_code.co_filename.endswith("torch/utils/checkpoint.py")
         self.num_found += 1  # there is no module to watch, so all operations must be looked at in the next forward, too
 
     def _draws(self, module: nn.Module) -> bool:

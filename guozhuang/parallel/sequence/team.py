@@ -14,7 +14,7 @@ from typing_extensions import override
 from ...errors import UsageError, explain
 from ..activations.names import changes_in_place
 from ..activations.tensor import DividedTensor, Handler, Ranks, all_whole, divided_among, handles
-from ..running import running_calls
+from ..running import first_argument, running_frames
 from ..spans import SpansOfRanks
 
 
@@ -63,7 +63,7 @@ class Team(Ranks):
         Raises:
             UsageError: always; the text names the module that runs.
         """
-        inside = next((call.module for call in running_calls() if id(call.module) in self.names), None)
+        inside = next((each for each in map(first_argument, running_frames()) if id(each) in self.names), None)
         name = (self.names[id(inside)] if inside is not None else "") or (self.in_blocks[-1] if self.in_blocks else "")
         what = (
             f"The sequence cannot be divided in this model: {what} may join tokens in a way that is not attention"

@@ -12,10 +12,8 @@ What follows the last call is the model's *tail*: it makes what the model return
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +26,7 @@ from typing_extensions import override
 
 from ....errors import UsageError, explain
 from ....world.devices import device_of
+from ...running import running_frames
 from .decisions import Line, reading_line
 from .intercept import intercepted
 from .outputs import UnitOutputs, filled, tensors_in, with_hooks
@@ -183,10 +182,7 @@ def _samples_are_first(model: nn.Module, rows: int) -> Iterator[None]:
 
 
 def _is_in_old_checkpoint() -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not checkpoint.CheckpointFunction.forward.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is checkpoint.CheckpointFunction.forward.__code__ for frame in running_frames())
 
 
 class _Sources:

@@ -7,17 +7,15 @@ silent, that is taken for its decision; where they do not, some of them go anoth
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from ....errors import UsageError, explain
+from ...running import running_frames
 
 _OURS = f"{__name__.partition('.')[0]}."
 
@@ -31,12 +29,9 @@ class Line(NamedTuple):
 
 def reading_line() -> Line | None:
     """Return the line outside of PyTorch and of this package that runs; None if there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", _OURS)):
+    for frame in running_frames():
+        if not frame.f_globals.get("__name__", "").startswith(("torch.", _OURS)):
             return Line(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
     return None
 
 
@@ -87,9 +82,7 @@ class _SeesDecisions(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func is Tensor.__bool__:
-            with torch._C.DisableTorchFunction():
-                line = reading_line()
-            if line in self._lines:
-                self._seen.append((line, found))
+        line = reading_line() if func is Tensor.__bool__ else None
+        if line is not None and line in self._lines:
+            self._seen.append((line, found))
         return found
