@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,6 +35,10 @@ def count_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return rows
 
 
+#: Of each leaf of the inputs, in which dimension its samples lie; None: it has none.
+Dims: TypeAlias = tuple[int | None, ...]
+
+
 class SampleDims:
     """In which dimension of each input of a model the samples lie, as the batches so far show it.
 
@@ -48,7 +52,7 @@ class SampleDims:
         # Those whose samples were found in another dimension than the first.
         self._elsewhere: dict[tuple[str, int, int], int] = {}
 
-    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | None, ...]:
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Dims:
         """Return the dimension of each leaf of the inputs; None for those that each microbatch gets whole."""
         return tuple(
             None if key is None or not self._long[key] else 0 if 0 in self._long[key] else self._elsewhere.get(key)
@@ -68,9 +72,10 @@ class SampleDims:
     def _keys(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, int, int] | None]:
         rows = count_rows(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        structure = str(spec)
         found: list[tuple[str, int, int] | None] = []
         for place, leaf in enumerate(leaves):
-            key = (str(spec), place, leaf.dim()) if isinstance(leaf, Tensor) else None
+            key = (structure, place, leaf.dim()) if isinstance(leaf, Tensor) else None
             if key is not None:
                 long = {dim for dim, size in enumerate(leaf.shape) if size == rows}
                 self._long[key] = self._long.get(key, long) & long
@@ -82,7 +87,7 @@ def cut_batch(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     num_microbatches: int,
-    dims: tuple[int | None, ...] | None = None,
+    dims: Dims | None = None,
 ) -> list[Microbatch]:
     """Cut a batch along its samples; the parts differ by one row at most, and there are no empty ones.
 

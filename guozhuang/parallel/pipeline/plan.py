@@ -29,7 +29,7 @@ from .deferred import DeferredWeights
 from .forwards.calls import ObservedForward, Routes, observe, route
 from .forwards.outputs import PLAIN, UnitOutputs
 from .forwards.stage import GlueBuffers, Microbatch, Stage
-from .microbatches import SampleDims, count_rows, cut_batch, with_rows
+from .microbatches import Dims, SampleDims, count_rows, cut_batch, with_rows
 from .runtime import PipelineRuntime
 from .transfers import StageTransfers
 
@@ -140,17 +140,18 @@ class StagePlans:
         """
         rows = count_rows(args, kwargs)
         key = self._kind(args, kwargs, runs_tail)
-        self._samples.of(args, kwargs)
+        dims = self._samples.of(args, kwargs)
         if key not in self._plans:
             with unrecorded():
                 try:
-                    calls = self._observed(args, kwargs)
+                    calls = self._observed(args, kwargs, dims)
                 except Exception:
                     if not self._samples.look_elsewhere(args, kwargs):
                         raise
-                    calls = self._observed(args, kwargs)
+                    dims = self._samples.of(args, kwargs)
+                    calls = self._observed(args, kwargs, dims)
                 if not self._stage_of:
-                    self._divide(calls, args, kwargs)
+                    self._divide(calls, args, kwargs, dims)
             stage_of = self._stages(calls)
             lost = sorted(name for name in calls.parameters if len(self.owners[name]) < self.group.size())
             if lost:
@@ -181,7 +182,7 @@ class StagePlans:
                 for stage, seconds in oldest.busy_s.items():
                     self._busy_before[stage] += seconds
         self._last_rows = rows
-        return self._plans[key], cut_batch(args, kwargs, self._number_for(rows), self._samples.of(args, kwargs))
+        return self._plans[key], cut_batch(args, kwargs, self._number_for(rows), dims)
 
     def times(self) -> list[StageTimes]:
         """Return the stages of this rank with their times; none before the model is divided."""
@@ -251,10 +252,10 @@ class StagePlans:
             self._deferred = DeferredWeights(self.model)
         return self._deferred
 
-    def _observed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ObservedForward:
+    def _observed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Dims) -> ObservedForward:
         """Run the forward without its units twice, with one more row the second time, which shows dimensions of samples."""
         number = self._num_microbatches or self._usual_number
-        microbatch = cut_batch(args, kwargs, number, self._samples.of(args, kwargs))[0]
+        microbatch = cut_batch(args, kwargs, number, dims)[0]
         rows = microbatch.rows.stop - microbatch.rows.start
         found = []
         for count in (rows, rows + 1):
@@ -278,10 +279,10 @@ class StagePlans:
         )
         return str(spec), told, self.model.training, torch.is_grad_enabled(), runs_tail
 
-    def _divide(self, calls: ObservedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _divide(self, calls: ObservedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Dims) -> None:
         """Choose the stage of each call, and free the parameters that this rank does not need."""
         names = [call.name for call in calls.calls]
-        starts = self._starts(names) if self._cut is not None else self._chosen(calls, args, kwargs)
+        starts = self._starts(names) if self._cut is not None else self._chosen(calls, args, kwargs, dims)
         for i, name in enumerate(names):
             self._stage_of[name] = sum(i >= start for start in starts)
         size = self.group.size()
@@ -320,7 +321,9 @@ class StagePlans:
         held = [sum(n for name, n in sizes.items() if r in self.owners[name]) for r in range(self.group.size())]
         return {rank: num / max(1, sum(sizes.values())) for rank, num in enumerate(held)}
 
-    def _chosen(self, calls: ObservedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    def _chosen(
+        self, calls: ObservedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Dims
+    ) -> list[int]:
         """Measure the calls on the first stage's ranks, and return the places of the best cut, the same on all ranks."""
         names = [call.name for call in calls.calls]
         if len(names) < self.num_stages:
@@ -328,7 +331,6 @@ class StagePlans:
             raise UsageError(explain(what, value=names, fix="use fewer ranks along pp"))
         p, rows = self.group.size(), count_rows(args, kwargs)
         numbers = (4 * p, p) if self._may_choose else (self._num_microbatches or self._usual_number,)
-        dims = self._samples.of(args, kwargs)
         sizes = {each.rows.stop: each for each in (cut_batch(args, kwargs, m, dims)[0] for m in numbers)}
         told: list[Any] = [None]
         if self.group.rank() == 0:  # other axes divide operations, which all of their ranks have to take part in
