@@ -48,15 +48,13 @@ def clip_grad_norm_(
             parameters are sharded over different ranks.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank.
     """
-    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    given = parameters if isinstance(parameters, Tensor) else list(parameters)
+    chosen = [given] if isinstance(given, Tensor) else given
     if carriers := carriers_of(chosen):
-        given = parameters if isinstance(parameters, Tensor) else chosen
         return _clip_parts(given, carriers, max_norm, float(norm_type), error_if_nonfinite)
     if any(is_dtensor(p) for p in chosen):
         return _clip_distributed(chosen, max_norm, float(norm_type), error_if_nonfinite, foreach)
-    return nn.utils.clip_grad_norm_(
-        parameters if isinstance(parameters, Tensor) else chosen, max_norm, norm_type, error_if_nonfinite, foreach
-    )
+    return nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 def carriers_of(parameters: Iterable[Tensor]) -> list[Carrier]:
@@ -66,7 +64,7 @@ def carriers_of(parameters: Iterable[Tensor]) -> list[Carrier]:
     carrier before.
     """
     given = list(parameters)
-    if strangers := {id(p) for p in given if p.requires_grad and arrival_of(p) is None}:
+    if Carrier.alive() and (strangers := {id(p) for p in given if p.requires_grad and arrival_of(p) is None}):
         follow_groups(strangers)
     for carrier in _known(given):
         carrier.follow(None)
