@@ -33,23 +33,39 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def drops(rank: int, size: int, plain: nn.Module, sets_to_none: bool) -> list[list[Tensor]]:
-    """As of a norm that is not finite; the step after it is as any other."""
-    both = []
+def both_ways(
+    rank: int,
+    size: int,
+    plain: nn.Module,
+    before_step: Callable[[Any, int], object],
+    before_forward: Callable[[Any, int], object] = lambda model, step: None,
+) -> list[list[Tensor]]:
+    """The weights after four steps in one process and on this rank of ``sharded``; the script does something around backward."""
+    found = []
     for is_alone in (True, False):
         model: Any = copy.deepcopy(plain)
         optimizer: Any = sgd(model)
         if not is_alone:
             model, optimizer = shard(model, optimizer)
         for step in range(4):
+            before_forward(model, step)
             model(rows(step) if is_alone else rows(step)[rank::size]).square().mean().backward()
-            gz.clip_grad_norm_(model.parameters(), 0.1)
-            if step == 2:
-                model.zero_grad(set_to_none=sets_to_none)
+            before_step(model, step)
             optimizer.step()
             optimizer.zero_grad()
-        both.append([p.detach().clone() for p in model.parameters()])
-    return both
+        found.append([p.detach().clone() for p in model.parameters()])
+    return found
+
+
+def drops(rank: int, size: int, plain: nn.Module, sets_to_none: bool) -> list[list[Tensor]]:
+    """As of a norm that is not finite; the step after it is as any other."""
+
+    def clip_and_drop(model: Any, step: int) -> None:
+        gz.clip_grad_norm_(model.parameters(), 0.1)
+        if step == 2:
+            model.zero_grad(set_to_none=sets_to_none)
+
+    return both_ways(rank, size, plain, clip_and_drop)
 
 
 @pytest.mark.parametrize("sets_to_none", [True, False])
@@ -137,20 +153,13 @@ LIMITS: dict[str, Callable[[Any], object]] = {
 
 
 def clips_what_is_thawed(rank: int, size: int, plain: nn.Module, how: str) -> list[list[Tensor]]:
-    both = []
-    for is_alone in (True, False):
-        model: Any = copy.deepcopy(plain)
-        optimizer: Any = sgd(model)
-        if not is_alone:
-            model, optimizer = shard(model, optimizer)
-        for step in range(4):
-            model[0].requires_grad_(step in (1, 3))
-            model(rows(step) if is_alone else rows(step)[rank::size]).square().mean().backward()
-            LIMITS[how](model)
-            optimizer.step()
-            optimizer.zero_grad()
-        both.append([p.detach().clone() for p in model.parameters()])
-    return both
+    return both_ways(
+        rank,
+        size,
+        plain,
+        lambda model, _: LIMITS[how](model),
+        lambda model, step: model[0].requires_grad_(step in (1, 3)),
+    )
 
 
 @pytest.mark.parametrize("how", LIMITS)
