@@ -229,9 +229,7 @@ def is_own(hook: Any, *others: str) -> bool:
     inner = getattr(hook, "hook", hook)  # PyTorch wraps some
     inner = getattr(inner, "func", inner)  # of a functools.partial
     owner = type(getattr(inner, "__self__", inner))
-    if (
-        owner is contextlib.nullcontext
-    ):  # of a model that was pickled: [Note: pickles without this package] in registry.py
+    if owner is contextlib.nullcontext:  # [Note: pickles without this package] in registry.py
         return True
     names = (getattr(inner, "__module__", None), owner.__module__)
     return not isinstance(inner, _Tried) and any(str(name).startswith(("guozhuang.", *others)) for name in names)

@@ -36,9 +36,6 @@ class EqualBatches:
         device: where checksums are exchanged: that of the parameters, which the groups serve.
     """
 
-    # One word for each input, as far as they reach; one for all others; the last one is for the mode.
-    _NUM_WORDS = NUM_WORDS
-
     def __init__(self, axes: Axes, device: torch.device) -> None:
         self._group, self._device = axes.group(*MODEL_AXES), device
         # A pipeline, and divided in no other way.
@@ -96,7 +93,7 @@ class EqualBatches:
         words, lines = self._digest(inputs)
         words[-1] = number_of(mode)
         was_so, self._mode = self._mode == mode, mode
-        found = words.new_empty(self._group.size() * self._NUM_WORDS)
+        found = words.new_empty(self._group.size() * NUM_WORDS)
         goes_on = self._is_pipeline and not self._is_first and was_so and found.device.type == "cpu"
         work = all_gather_single(found, words, group=self._group, async_op=goes_on)
         self._is_first = False
@@ -137,10 +134,11 @@ class EqualBatches:
 
     def _digest(self, inputs: Any) -> tuple[Tensor, list[str]]:
         """Return checksums of the inputs, on the device of the parameters, and a line for each of them."""
-        words, lines = [0] * self._NUM_WORDS, []
+        # One word for each input, as far as they reach; one for all others; the last one is for the mode.
+        words, lines = [0] * NUM_WORDS, []
         later: list[tuple[int, Tensor]] = []
         for i, (path, leaf) in enumerate(_pytree.tree_leaves_with_path(inputs)):
-            place = min(i, self._NUM_WORDS - 2)
+            place = min(i, NUM_WORDS - 2)
             line = f"{_pytree.keystr(path[1:])} {_kind(leaf)}"
             words[place] = zlib.crc32(line.encode(), words[place])
             lines.append(line)
@@ -158,12 +156,12 @@ class EqualBatches:
 
     def _check(self, found: Tensor, lines: Sequence[str]) -> None:
         assert self._group is not None
-        rows = found.view(self._group.size(), self._NUM_WORDS).tolist()
+        rows = found.view(self._group.size(), NUM_WORDS).tolist()
         if all(row == rows[0] for row in rows):
             return
         compare_calls(rows, self._group)
         ranks = dist.get_process_group_ranks(self._group)
-        place = next(i for i in range(self._NUM_WORDS) if len({row[i] for row in rows}) > 1)
+        place = next(i for i in range(NUM_WORDS) if len({row[i] for row in rows}) > 1)
         what = f"input {place} of the model differs between ranks that hold one copy of the model together"
         fix = "load data by gz.loader, or share it out by world.data_rank of world.data_size, and draw random inputs by torch"
         shown = lines[place] if place < len(lines) else "nothing"

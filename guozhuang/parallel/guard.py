@@ -110,11 +110,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
         raise UsageError(
             explain(what, value=tensor, fix="a gradient is None before the backward, and on stages that have none")
         )
-    if callable(
-        make_whole := getattr(tensor, "full_tensor", None)
-    ):  # a DTensor: of PyTorch's own division, and of fully_shard
-        found: Tensor = make_whole()
-        return found.detach()
+    make_whole = getattr(tensor, "full_tensor", None)  # of a DTensor: of PyTorch's own division, and of fully_shard
+    if make_whole is not None:
+        whole_tensor: Tensor = make_whole()
+        return whole_tensor.detach()
     with torch._C.DisableTorchFunctionSubclass():
         division = part_of(tensor)
         found = tensor.detach() if division is None else whole(tensor, division)

@@ -109,9 +109,8 @@ def check_own(chosen: Strategy, named: str | None, rank: int) -> None:
     """
     check_servers(chosen, (requested_servers() or (None,))[0])
     asked = requested_strategy()
-    if (
-        named is not None and asked not in (None, chosen.name) and rank == 0
-    ):  # it may be for another model of the script
+    if named is not None and asked not in (None, chosen.name) and rank == 0:
+        # It is no error: the option may be for another model of the script.
         what = f"--strategy {asked} has no effect on a model that the script prepares with strategy {chosen.name}"
         _log.warning("%s", explain(what, fix="leave one of them out"))
 

@@ -160,10 +160,8 @@ class StandsForModule(nn.Module):
         return copy.deepcopy(self.module, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return cast, (
-            None,
-            self.module,
-        )  # it returns the module: [Note: pickles without this package] in registry.py
+        # cast returns the module: [Note: pickles without this package] in registry.py.
+        return cast, (None, self.module)
 
 
 # What unwrap() looks through.
