@@ -40,7 +40,7 @@ def both_ways(
     before_step: Callable[[Any, int], object],
     before_forward: Callable[[Any, int], object] = lambda model, step: None,
 ) -> list[list[Tensor]]:
-    """The weights after four steps in one process and on this rank of ``sharded``; the script does something around backward."""
+    """The weights after four steps in one process and on a rank of ``sharded``; the script does something around backward."""
     found = []
     for is_alone in (True, False):
         model: Any = copy.deepcopy(plain)
