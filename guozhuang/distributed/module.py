@@ -227,7 +227,10 @@ class DistributedDataParallel(TorchSurface, Exchanging, TorchDDP):  # type: igno
                 trigger=next((name for name, p in named if p is self._trigger[0]), None),
                 frees=self.lazy_bucket_allocation,
             )
-            self._reducer = TorchReducer(named, self._sparse, self.process_group, self.exchange, self._caps, options)
+            with torch.inference_mode(False):  # the first forward may be one of evaluation
+                self._reducer = TorchReducer(
+                    named, self._sparse, self.process_group, self.exchange, self._caps, options
+                )
             self._reducer.is_shadowed = weakly(self._is_shadowed)
             if self.process_group.size() > 1:
                 from ..gradients.alike import Alike  # imported only when needed

@@ -259,7 +259,37 @@ def plainly(model: nn.Module, optimizer: Optimizer, mine: Callable[[Tensor], Ten
         optimizer.zero_grad()
 
 
+def by_inference_first(model: nn.Module, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    """An evaluation comes before the first step, as a check of the loop does."""
+    for step in range(3):
+        model.eval()
+        with torch.inference_mode():
+            model(batch(10 + step))
+        model.train()
+        model(mine(batch(step))).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_a_group_added_later(model: Any, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    """The last layer is trained from the third step on; forwards without a backward come before."""
+    last = (model.module if isinstance(model, DistributedDataParallel) else model)[-1]
+    del optimizer.param_groups[0]["params"][-2:]
+    for step in range(4):
+        if step == 1:
+            with torch.no_grad():
+                model(mine(batch(20)))
+        if step == 2:
+            model(mine(batch(21)))
+            optimizer.add_param_group({"params": list(last.parameters()), "lr": 0.02})
+        model(mine(batch(step))).pow(2).mean().backward()
+        optimizer.step()
+        model.zero_grad()
+
+
 HABITS = {
+    "an evaluation first": (smooth, by_inference_first),
+    "a group added later": (smooth, by_a_group_added_later),
     "channels_last": (channels_last, plainly),
     "micro-batches": (smooth, by_micro_batches),
     "closures": (smooth, by_closures),
@@ -276,6 +306,46 @@ HABITS = {
 def test_it_is_equal_to_one_process(habit: str, strategy: str) -> None:
     make, train = HABITS[habit]
     run_threads(trained, 2, strategy, made(make), train)
+
+
+def by_limits_after_penalties(model: Any, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    """What a script reads between a backward through a backward and the step has the gradients."""
+    for step in range(3):
+        x = mine(batch(step)).clone().requires_grad_()
+        y = model(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (slope.pow(2).mean() + y.mean()).backward()
+        with torch.no_grad():
+            model(batch(10 + step))
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-1e-3, 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_an_average_of_skipped_steps(model: Any, optimizer: Optimizer, mine: Callable[[Tensor], Tensor]) -> None:
+    """The average goes on where the script has thought better of a backward; the model becomes it in the end."""
+    average = copy.deepcopy(model)
+    for step in range(4):
+        loss = model(mine(batch(step))).pow(2).mean()
+        if step % 2 == 0:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            by_zip(average, model)
+    with torch.no_grad():
+        for a, b in zip(average.parameters(), model.parameters(), strict=True):
+            b.copy_(a)
+
+
+@pytest.mark.parametrize("strategy", FULLY)
+@pytest.mark.parametrize("train", [by_limits_after_penalties, by_an_average_of_skipped_steps])
+def test_divided_parameters_are_read_between_forward_and_step(
+    train: Callable[[nn.Module, Optimizer, Callable[[Tensor], Tensor]], None], strategy: str
+) -> None:
+    run_threads(trained, 2, strategy, made(smooth), train)
 
 
 # ---- copies ------------------------------------------------------------------------------------------------------------------
@@ -378,12 +448,14 @@ def refuses_copies(rank: int, size: int, strategy: str, plain: nn.Module) -> Non
         copy.deepcopy(model.blocks[0])
     with pytest.raises(UsageError, match=r"a pickle of the module.*gz\.save"):
         pickle.dumps(model)
-    with torch.no_grad():
+    if strategy == "sharded-gradients":
         model(batch(0))
-        if strategy == "sharded-gradients":
+        with torch.no_grad():
             model.out.bias.zero_()  # gathered now, so that the change would be lost
             with pytest.raises(UsageError, match=r"out\.bias was changed while it was gathered"):
                 list(model.parameters())
+    with torch.no_grad():
+        model(batch(0))
         for parameter in model.parameters():
             parameter.zero_()
         assert not model(batch(0)).any()

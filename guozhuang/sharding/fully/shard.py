@@ -30,6 +30,7 @@ from ...weights.equal_start import start_equal
 from ..elementwise import WHY_NOT
 from ..prepared import EqualBuffers
 from ..state import is_elementwise
+from ..whole import is_dtensor
 from .copies import make_copyable, materialize
 from .own_gradients import explain_own_gradients
 from .together import History, Together
@@ -107,6 +108,8 @@ def shard_fully(
         units.compare.alike.compares_weights = False
 
     def check() -> None:
+        for param_group in optimizer.param_groups:
+            param_group["params"] = [p if is_dtensor(p) else units.divided(p) for p in param_group["params"]]
         units.before_step()
         watch.look_at(new_names, new_parameters, next(numbers))
 
@@ -187,7 +190,7 @@ class _Division:
             model.register_state_dict_pre_hook(compare.before_state_dict)
         elif self.group.size() > 1:
             compare = History(self.group, device)
-        units = Units(dict(zip(names, blocks, strict=True)), compare, is_copy)
+        units = Units(dict(zip(names, blocks, strict=True)), compare)
         explain_own_gradients(units)
         make_copyable(model, blocks, functools.partial(self.divide, is_copy=True), units.free)
         return units

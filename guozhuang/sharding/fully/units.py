@@ -7,7 +7,8 @@ tensors get the same hook, and each parameter one that has PyTorch finish the ba
 
 [Note: a backward through a backward] With ``create_graph=True`` a second backward reads weights that PyTorch frees at the end
 of the first, and its gradients come in no order that would tell when a unit has all of them. So from such a backward to the
-optimizer's step gathered weights stay, and gradients are summed when a backward has ended.
+optimizer's step gathered weights stay, and gradients are summed when a backward has ended. What the script reads between these
+backwards and the step are the divided parameters all the same, for they have the gradients.
 """
 
 from __future__ import annotations
@@ -38,19 +39,14 @@ class Units:
     Args:
         modules: the modules that are units, by name, the whole model last.
         compare: compares what ranks do; None: there is one rank.
-        is_copy: whether the model is a copy, which is evaluated, averaged and evaluated again: weights are freed after each
-            forward without gradients.
 
     Attributes:
         is_kept: whether gathered weights stay until the next step. See [Note: a backward through a backward].
-        is_left: whether a forward without gradients may have left weights gathered. Parameters would be whole tensors then,
-            and changes of them be lost.
         had_forward: whether a forward with gradients came since the last step.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], compare: Together | History | None, is_copy: bool) -> None:
-        self.compare, self.is_copy, self.is_kept, self._is_ending = compare, is_copy, False, False
-        self.had_forward = self.is_left = False
+    def __init__(self, modules: Mapping[str, nn.Module], compare: Together | History | None) -> None:
+        self.compare, self.is_kept, self._is_ending, self.had_forward = compare, False, False, False
         self._units = [_Unit(self, i, name, module) for i, (name, module) in enumerate(modules.items())]
         inside = {id(part) for unit in self._units[:-1] for part in unit.module.modules()}
         self._units[-1].parts = [part for part in self._units[-1].parts if id(part) not in inside]
@@ -67,6 +63,11 @@ class Units:
         """Whether a parameter has a gradient for the step."""
         return any(unit.has_gradients for unit in self._units)
 
+    @property
+    def run(self) -> bool:
+        """Whether one of the units is in a forward or a backward."""
+        return any(unit.runs for unit in self._units)
+
     def end_backward(self, end: Callable[[], None]) -> None:
         """Sum the gradients that are not summed yet, then do what PyTorch does at the end of a backward."""
         self._is_ending = True
@@ -76,6 +77,8 @@ class Units:
             end()
         finally:
             self._is_ending = False
+        if self.is_kept:
+            self.free()
 
     def before_step(self) -> None:
         """Check that gradients and hooks are where the optimizer's step needs them. Every rank must call.
@@ -118,11 +121,24 @@ class Units:
         return any(unit.holds(given) for unit in self._units)
 
     def free(self) -> None:
-        """Free the whole weights of all units, unless a forward or a backward runs, or one is to come that needs them."""
-        if not self.is_kept and not any(unit.runs for unit in self._units):
-            for unit in self._units:
+        """Free the whole weights of all units, unless a forward or a backward runs, or one is to come that needs them.
+
+        Then modules have the divided parameters at least.
+        """
+        if self.run:
+            return
+        for unit in self._units:
+            if self.is_kept:
+                unit.show(whole=False)
+            else:
                 unit.free()
-            self.is_left = False
+
+    def divided(self, given: Any) -> Any:
+        """Return the divided parameter, if a whole one of these units was given, and anything else as it is.
+
+        Between a forward and its backward the model's parameters are whole ones, which a script may hand to an optimizer.
+        """
+        return next((found for unit in self._units if (found := unit.divided(given)) is not None), given)
 
 
 class _Unit:
@@ -154,6 +170,8 @@ class _Unit:
             return
         self._sum, self._free = self._group.post_backward, self._group.reshard
         self._group.post_backward, self._group.reshard = self._sum_together, self._free_unless_kept
+        gathers = self._group.unshard, self._group.wait_for_unshard
+        self._group.unshard, self._group.wait_for_unshard = map(_not_in_inference_mode, gathers)
         for each in self._group.fsdp_params:
             if each.sharded_param.requires_grad:
                 each.sharded_param.register_hook(_Placed(each.sharded_param))
@@ -166,8 +184,13 @@ class _Unit:
         """Return whether this is a divided parameter of this unit."""
         return self._group is not None and any(each.sharded_param is given for each in self._group.fsdp_params)
 
+    def divided(self, given: object) -> Any:
+        """Return the divided parameter of which this is the whole one; None if it is no whole one of this unit."""
+        parameters = () if self._group is None else self._group.fsdp_params
+        return next((p.sharded_param for p in parameters if getattr(p, "_unsharded_param", None) is given), None)
+
     def _named_parameters(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        if self._units.is_left:
+        if not torch.is_grad_enabled():  # changes and averages are of divided ones; a penalty may be of whole ones
             self._units.free()
         return method(*args, **options)
 
@@ -175,6 +198,8 @@ class _Unit:
 
     @_disable_dynamo
     def _begin(self, module: nn.Module, args: Any) -> None:
+        if self._units.is_kept:
+            self.show(whole=True)
         if torch.is_grad_enabled():
             self._start = current_number()
             self._watch()
@@ -202,9 +227,8 @@ class _Unit:
                 if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= self._start:
                     tensor.register_hook(weakly(self._before_backward))
         else:
-            self._units.is_left = True
-            if self._units.is_copy:
-                self._units.free()
+            # No backward will free them. Parameters would be whole ones, and changes of them be lost.
+            self._units.free()
 
     def _kept_in_attributes(self) -> Iterator[Tensor]:
         for part in self.parts:
@@ -221,6 +245,8 @@ class _Unit:
     def _before_backward(self) -> None:
         if torch.is_grad_enabled():  # this backward makes a graph of its own
             self._units.is_kept = True
+        if self._units.is_kept:
+            self.show(whole=True)
         self._state._pre_backward(None)  # which returns what it is given
 
     def _on_gradient(self) -> None:
@@ -299,10 +325,27 @@ class _Unit:
         if self._group is not None and self._group.is_unsharded:
             self._free_unless_kept()
 
+    def show(self, *, whole: bool) -> None:
+        """Let the modules have their whole parameters, if these are gathered, or the divided ones, while memory stays."""
+        if self._group is not None and self._group.is_unsharded:
+            for each in self._group.fsdp_params:
+                each._setattr_on_modules(each._unsharded_param if whole else each.sharded_param)
+
     def _name(self, parameter: Any) -> str:
         module, name = parameter._module_info.module, parameter._module_info.param_name
         paths = [path for path, part in self.module.named_modules() if part is module]
         return self._prefix + (f"{paths[0]}.{name}" if paths and paths[0] else name)
+
+
+def _not_in_inference_mode(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a gather of weights into ordinary tensors, of which a forward with gradients may be the next user."""
+
+    def gathering(*args: Any, **options: Any) -> Any:
+        is_enabled = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(is_enabled):
+            return gather(*args, **options)
+
+    return gathering
 
 
 def _has_gradient(parameter: Any) -> bool:
