@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad
 
 from ..weights.points import points_of
 from .carrier import Carrier
-from .clip import carriers_of, check_same_ranks, follow_groups
+from .clip import carriers_of, check_held, check_same_ranks, follow_groups
 
 _OF_PARAMETERS = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 _OF_GRADIENTS = ("_get_total_norm",)
@@ -68,9 +68,11 @@ def _average(parameters: Iterable[Tensor], scales: bool = False) -> None:
         parameters: of any models.
         scales: whether all these gradients are multiplied by one factor then, so that the same ranks must hold them.
     """
-    carriers = carriers_of(parameters)
+    given = list(parameters)
+    carriers = carriers_of(given)
     if scales:
         check_same_ranks(carriers)
+        check_held(given, carriers)
     for carrier in carriers:
         with points_of(carrier.group).inside("an average of gradients"):
             carrier.average()

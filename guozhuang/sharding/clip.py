@@ -29,8 +29,7 @@ def clip_grad_norm_(
 
     Call it after the last backward of a step and before ``optimizer.step()``. Under ``sharded`` it averages the gradients
     over ranks first; ``p.grad`` stays what this rank computed, and the step uses the clipped average. PyTorch's function gives
-    the same, but sends the averages to all ranks. Parameters that
-    the optimizer does not hold are left out under ``sharded``. Under every other strategy it is PyTorch's function.
+    the same, but sends the averages to all ranks. Under every other strategy it is PyTorch's function.
     Every rank must call it where gradients are divided (``sharded`` and its stages), with the same parameters.
 
     Args:
@@ -44,8 +43,8 @@ def clip_grad_norm_(
         The norm before clipping, the same on all ranks: a 0-dimensional tensor of the gradients' dtype.
 
     Raises:
-        UsageError: ``norm_type`` is 0 or negative, which parts cannot give, several optimizers hold one parameter, or the
-            parameters are sharded over different ranks.
+        UsageError: ``norm_type`` is 0 or negative, which parts cannot give, several optimizers hold one parameter, the
+            parameters are sharded over different ranks, or no optimizer holds one of them that has a gradient.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on every rank.
     """
     given = parameters if isinstance(parameters, Tensor) else list(parameters)
@@ -95,6 +94,7 @@ def _clip_parts(
         )
     check_same_ranks(carriers)
     chosen = [given] if isinstance(given, Tensor) else given
+    check_held(chosen, carriers)
     hooks = [hook for p in chosen if (hook := arrival_of(p)) is not None]
     wanted = [{hook.parameter for hook in hooks if hook.carrier is carrier} for carrier in carriers]
     for carrier in carriers:
@@ -129,6 +129,18 @@ def check_same_ranks(carriers: Sequence[Carrier]) -> None:
         what = "the norm is of parameters that are sharded over different ranks, so that not all ranks would scale them alike"
         fix = "clip the parameters of each model by a call of its own"
         raise UsageError(explain(what, value=sorted(map(list, ranks)), rank=carriers[0].group.rank(), fix=fix))
+
+
+def check_held(parameters: Iterable[Tensor], carriers: Sequence[Carrier]) -> None:
+    """Raise UsageError if a parameter that is clipped with those of carriers has a gradient, and is in no optimizer."""
+    for i, parameter in enumerate(parameters if carriers else ()):
+        left = parameter.grad
+        if left is None or arrival_of(parameter) is not None:
+            continue
+        if parameter.requires_grad or left.any():  # zeros of a frozen one are nothing
+            what = f"the norm is of averages and of one rank's own gradient: no prepared optimizer holds parameter {i} of them"
+            fix = "add it to the optimizer before its first backward, clip what the optimizer holds, or freeze it until then"
+            raise UsageError(explain(what, value=tuple(parameter.shape), rank=carriers[0].group.rank(), fix=fix))
 
 
 def _parts(carrier: Carrier, only: set[int]) -> list[Tensor]:

@@ -130,6 +130,23 @@ def test_changes_after_clipping_are_refused_on_any_number_of_ranks(num_ranks: in
     run_threads(is_refused, num_ranks, two_layers(), what)
 
 
+def clips_what_no_optimizer_holds(rank: int, size: int, plain: nn.Module, clip: Callable[..., object]) -> None:
+    model: Any = copy.deepcopy(plain)
+    with pytest.warns(UserWarning, match=r"in no group of the optimizer"):
+        model, _ = shard(model, sgd(model[0]))
+    model(rows(rank)).square().mean().backward()
+    with pytest.raises(UsageError, match=r"no prepared optimizer holds parameter 1 of them.*\(got \(4, 4\)\)"):
+        clip(model.parameters(), 0.1)
+    model[1].requires_grad_(False)
+    model[1].zero_grad(set_to_none=False)
+    clip(model.parameters(), 0.1)  # zeros are nothing
+
+
+@pytest.mark.parametrize("clip", [gz.clip_grad_norm_, nn.utils.clip_grad_norm_])
+def test_a_norm_is_not_of_averages_and_of_own_gradients(clip: Callable[..., object]) -> None:
+    run_threads(clips_what_no_optimizer_holds, 2, two_layers(), clip)
+
+
 def limit_averages(model: Any) -> None:
     with gz.averaged_gradients(model):
         for p in model.parameters():
