@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from guozhuang.errors import UsageError
 from guozhuang.parallel.pipeline.microbatches import SampleDims, cut_batch
 from guozhuang.strategies.divided import prepare_divided
 from guozhuang.strategies.table import get
@@ -151,6 +152,34 @@ def test_microbatches_that_decide_differently_are_refused():
         AssertionError, match=r"microbatches 0 and 3 decide differently .got '.*test_pipeline_inputs.py:\d+'"
     ):
         run_threads(rank_of, 2)
+
+
+def test_a_backward_hook_around_parts_is_refused_and_one_on_a_part_is_called():
+    """No stage has both what goes into a module of several parts and what comes out of it."""
+    torch.manual_seed(0)
+    one = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]).double()
+    one[0][0].register_full_backward_hook(lambda module, inward, outward: (inward[0] * 0.5,))
+    one = nn.Sequential(nn.Linear(WIDTH, WIDTH), one).double()
+    models = [copy.deepcopy(one) for _ in range(2)]
+
+    def script(model, sizes):
+        for x in batches(sizes):
+            yield model(x.flatten(0, 1)).pow(2).mean()
+
+    losses, weights = train(one, torch.optim.SGD(one.parameters(), 0.1), script, (8, 8))
+
+    def rank_of(rank, size):
+        setup = Setup(SimpleNamespace(layout=Layout(pp=2)), wishes={"num_microbatches": 2})
+        pair = prepare_divided(models[rank], torch.optim.SGD(models[rank].parameters(), 0.1), setup, get("hybrid"))
+        found = train(*pair, script, (8, 8))
+        models[rank][1].register_full_backward_hook(lambda module, inward, outward: None)
+        with pytest.raises(UsageError, match=r"a backward hook is on 1, whose parts .*1\.0 and 1\.1"):
+            pair[0](torch.ones(4, WIDTH, dtype=torch.float64))
+        return found
+
+    for found in run_threads(rank_of, 2):
+        torch.testing.assert_close(found[0], losses, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found[1], weights, rtol=1e-9, atol=1e-12)
 
 
 def test_a_batch_of_another_size_tells_what_has_no_samples():

@@ -9,10 +9,13 @@ between its children. The order in which the forward calls these parts is not se
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
+
+from ...errors import UsageError, explain
+from ...units import listed
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -102,6 +105,40 @@ def find_units(model: nn.Module, at_least: int = 2) -> dict[str, nn.Module]:
         prefix, top = f"{prefix}{only[0][0]}.", only[0][1]
     walk(top, prefix)
     return found
+
+
+def containers(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return by name the modules within a model that contain units, and so have a forward that each stage runs.
+
+    Args:
+        model: the whole model, which is not among them.
+        units: see :func:`find_units`.
+    """
+    of_units = {id(unit) for unit in units.values()}
+    inside = {id(part) for unit in units.values() for part in unit.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name and id(module) not in inside and any(id(part) in of_units for part in module.modules())
+    }
+
+
+def refuse_backward_hooks(around: Mapping[str, nn.Module], units: Mapping[str, nn.Module]) -> None:
+    """Raise where a module that contains units has a backward hook: no stage has both what goes in and what comes out.
+
+    Args:
+        around: see :func:`containers`.
+        units: see :func:`find_units`.
+
+    Raises:
+        UsageError: it names the first such module.
+    """
+    for name, module in around.items():
+        if module._backward_hooks:
+            parts = listed([each for each in units if each.startswith(f"{name}.")])
+            what = f"a backward hook is on {name}, whose parts a pipeline computes each by itself ({parts})"
+            fix = "register it on these parts, or use a layout without pp"
+            raise UsageError(explain(what, value=type(module).__name__, fix=fix))
 
 
 def _outermost(module: nn.Module, name: str) -> Iterator[BlockList]:

@@ -23,7 +23,7 @@ from ..axes import WHOLE, Around
 from ..division import disown
 from ..proof.records import unrecorded
 from ..random import Draws
-from .blocks import find_units
+from .blocks import containers, find_units, refuse_backward_hooks
 from .cut import MeasuredCalls, PipelineCut, choose_microbatches, cut_for, measure, now_s, table
 from .deferred import DeferredWeights
 from .forwards.calls import ObservedForward, Routes, observe, route
@@ -112,6 +112,7 @@ class StagePlans:
             raise UsageError(explain(what, value=list(self.units) or type(model).__name__, fix=fix))
         self._samples = SampleDims()
         self.outputs, self._glue = UnitOutputs(self.units), GlueBuffers(model, self.units)
+        self._around_units = containers(model, self.units)
         self.owners: dict[str, tuple[int, ...]] = {}
         self.shared: list[tuple[nn.Parameter, tuple[int, ...]]] = []
         rank, size = group.rank(), group.size()
@@ -138,6 +139,7 @@ class StagePlans:
         Raises:
             UsageError: the model cannot be divided, or not for these inputs; the text says why.
         """
+        refuse_backward_hooks(self._around_units, self.units)
         rows = count_rows(args, kwargs)
         key = self._kind(args, kwargs, runs_tail)
         dims = self._samples.of(args, kwargs)
