@@ -99,6 +99,7 @@ class Divided:
         inside: the model wrapped in what averages its gradients; None if nothing has to be wrapped.
         batches: compares the batches of the ranks that hold one copy of the model.
         before_batch: called before each forward of a batch.
+        equal_buffers: gives all copies of the model the buffers of the first one, if the next forward would.
         proof: compares the first batches with the undivided model; None: nothing does.
         averages: whether the next backward leaves the mean over the copies of the model in ``p.grad``.
         has_exact_gradients: whether ``p.grad`` is exact after a backward: this copy's, or the mean over all copies.
@@ -112,6 +113,7 @@ class Divided:
     inside: Callable[..., Any] | None = None
     batches: EqualBatches = field(init=False)
     before_batch: Callable[[], object] = lambda: None
+    equal_buffers: Callable[[], object] = lambda: None
     proof: Proof | None = None
     averages: Callable[[], bool] = lambda: False
     has_exact_gradients: bool = True

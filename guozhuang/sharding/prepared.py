@@ -196,13 +196,19 @@ class EqualBuffers(OutputHook):
     @_disable_dynamo
     def __call__(self, model: nn.Module, inputs: Any) -> None:
         """Broadcast buffers if gradients are enabled and the model is in training mode. Every rank must call the forward."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not _is_reference():
             self._additions.refuse(model, frozenset(), self._group.rank())
             if self._script_hooks is not None:
                 self._script_hooks.look()
             if model.training and (buffers := list(model.buffers())):
                 with self._points.inside("a forward of the model (training)"):
                     broadcast_tensors(buffers, self._group, source=0)
+
+
+def _is_reference() -> bool:
+    """Tell whether this is the reference of a proof, which is alone; the module is not imported for the question."""
+    module = sys.modules.get("guozhuang.parallel.proof.reference")
+    return module is not None and module.here is not None
 
 
 def check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -32,6 +32,7 @@ from ..parallel.axes import WHOLE, make_axes
 from ..parallel.division import division_of, take_first
 from ..parallel.equal_batches import mode_of
 from ..parallel.prepare import Divided, Wishes, check_wishes, divide_model, draw_alike
+from ..parallel.proof import before_step
 from ..parallel.state import fit, gather_optimizer_states
 from ..sharding.elementwise import choose_keepers, needs_whole_tensors
 from ..weights.equal_start import broadcast_tensors
@@ -75,8 +76,8 @@ class PreparedParallel(StandsForModule):
         # In the dictionary: as parts they would give parameters a second name.
         self.__dict__.update(_divided=divided, _given=given, _make_inside=make_inside, _loss=loss, _sharded=sharded)
         self.__dict__.update(_holds_gradients=False, _additions=Additions(list(divided.model.named_parameters())))
-        divided.averages = self._averages
-        divided.has_exact_gradients = not sharded and (make_inside is None or is_exact)
+        divided.averages, divided.equal_buffers = self._averages, self._equal_buffers
+        divided.has_exact_gradients = make_inside is None or is_exact
         for each in given:
             fit(each.state)
         if divided.pipe is None:
@@ -100,8 +101,16 @@ class PreparedParallel(StandsForModule):
             inside.around.note_forward()
         if inside is not None:
             inside.take_up_changes()  # here, because none are while a backward runs
+        self._equal_buffers()
+
+    def _equal_buffers(self) -> None:
+        """Give all copies the buffers of the first one, where a forward in this mode begins so. Every rank must call it."""
+        divided, inside = self.__dict__["_divided"], self._inside
+        begins = self.module.training and torch.is_grad_enabled() and (inside is None or inside.forward_sync_buffers)
+        if divided.pipe is None and inside is not None:
+            begins = inside.will_sync_module_buffers()
         group = divided.axes.group(*DATA_AXES)
-        if group is not None and (inside is None or inside.forward_sync_buffers):
+        if group is not None and begins:
             broadcast_tensors(self.module.buffers(), group, source=0)
 
     @property
@@ -313,6 +322,7 @@ def prepare_divided(model: nn.Module, optimizer: Any, setup: Setup, chosen: Stra
         _, made = shard(model, given, group, exchange=None if lazy is None else lazy(), has_stages=has_stages)
         for each in made:
             each.peers = peers
+            each.register_step_pre_hook(lambda *_: before_step())
             gather_optimizer_states(each, found.batches.meet)
             if not is_alike:
                 each.register_step_post_hook(lambda *_: align(lambda p: p))

@@ -492,3 +492,24 @@ def test_gradients_of_a_stage_are_a_mean_also_where_another_stage_is_frozen():
         model(torch.arange(48.0).sin().view(8, 6).chunk(2)[place]).pow(2).mean().backward()
 
     run_threads(rank_of, 4)
+
+
+def test_copies_that_have_seen_other_rows_are_compared_with_the_buffers_of_the_first():
+    """An evaluation begins with a broadcast of running statistics, which each copy has of its own rows."""
+    torch.manual_seed(0)
+    one = nn.Sequential(Block(), nn.BatchNorm1d(16), Block())
+    models = [copy.deepcopy(one) for _ in range(4)]
+
+    def rank_of(rank, size):
+        setup = Setup(SimpleNamespace(layout=Layout(tp=2, dp=2)))
+        optimizer = torch.optim.SGD(models[rank].parameters(), 0.1)
+        model, optimizer = prepare_divided(models[rank], optimizer, setup, get("hybrid"))
+        rows = torch.arange(256.0).sin().view(16, 16)
+        model(rows.chunk(2)[setup.world.layout.coordinate(rank)["dp"]]).pow(2).mean().backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            return model(rows)
+
+    first, *others = run_threads(rank_of, 4)
+    assert all(torch.equal(first, other) for other in others)

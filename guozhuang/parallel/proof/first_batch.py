@@ -299,6 +299,7 @@ class Proof:
         self._compared = {number: alive[number] for number in sorted(everywhere)}
         wholes: dict[int, Tensor] = {}
         for divided in self._compared.values():
+            divided.equal_buffers()
             wholes |= gathered(divided.model, keeps=is_first)
         self._began_s = time.monotonic()
         going_on.proof, self._had_backward, self._has_graph, self._pending = self, False, False, []
