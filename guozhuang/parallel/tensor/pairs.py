@@ -108,19 +108,36 @@ def find_pairs(model: nn.Module, handled: Collection[int]) -> list[Found]:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy with the same parameters, whose buffers and lists a forward may change; the model if it has none."""
+    """Return a copy with the same parameters, whose buffers and lists a forward may change.
+
+    What cannot be copied is shared: a process group that a hook holds, a lock, a file. A model that does not let itself be
+    copied is returned.
+    """
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    for module in reversed(list(model.modules())):  # parts before what contains them
+        for name, value in vars(module).items():
+            inside = value.values() if name.endswith("_hooks") and isinstance(value, dict) else [value]
+            for each in inside if name != "_modules" else ():
+                try:
+                    copy.deepcopy(each, memo)
+                except Exception:
+                    memo[id(each)] = each
     with contextlib.suppress(Exception):
-        return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        return copy.deepcopy(model, memo)
     return model
 
 
 @contextlib.contextmanager
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """A forward that is traced may keep what it computed in attributes: they are put back."""
+    """A forward that is traced may keep what it computed in attributes and buffers: they are put back."""
     before = [(module, dict(module.__dict__)) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
         for module, attributes in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
