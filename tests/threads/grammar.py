@@ -140,7 +140,6 @@ _HAS_STAGES = {
     "a buffer that counts": _MICROBATCHES,
     "a buffer that averages": _MICROBATCHES,
     "spectral_norm": _MICROBATCHES,
-    "a weight used by two": "stages hold some of the weights each",
     "output: a loss in an attribute": "the last stage alone has it",
 }
 _HAS_SLICES = {
@@ -175,6 +174,8 @@ KNOWN: dict[str, str] = {
 def elements_of(strategy: str, on_threads: bool = True) -> list[str]:
     """All elements that programs of a strategy are made of."""
     left_out = NOT_ON_THREADS.get(strategy, set()) if on_threads else set()
+    if strategy in LAYOUTS and LAYOUTS[strategy][1].dp > 1:
+        left_out = left_out | {"batch statistics"}  # each copy takes those of its own rows, as under PyTorch's DDP
     return [each for each in _ALL_ELEMENTS if each not in left_out]
 
 
@@ -195,7 +196,7 @@ def make_program(strategy: str, number: int, on_threads: bool = True) -> Program
         LAYOUTS[strategy][1] if strategy in LAYOUTS else Layout(dp=draw.choice((2, 2, 2, 3, 4) if on_threads else (2,)))
     )
     has_tokens = draw.random() < 0.4 or must in OF_SEQUENCES
-    usual = [each for each in PARTS if each not in refused]
+    usual = [each for each in PARTS if each in elements and each not in refused]
     parts = [draw.choice(usual) for _ in range(draw.choice((2, 3, 3, 4)))]
     if layout.tp > 1:  # there has to be something to divide
         parts[0] = draw.choice(("a residual block", "checkpointing"))
