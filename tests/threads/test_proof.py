@@ -73,6 +73,25 @@ class Classified(Net):
         return Found(super().forward(x))
 
 
+class Listed(Net):
+    """Its blocks are given, and return, a list of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([OfList() for _ in range(4)])
+
+    def forward(self, x):
+        found = [self.embed(x), x]
+        for block in self.blocks:
+            found = block(found)
+        return self.head(found[0])
+
+
+class OfList(Block):
+    def forward(self, found):
+        return [super().forward(found[0]), found[1]]
+
+
 class Bypassed(nn.Module):
     """Its parent calls the layers of a Sequential itself, with a norm over features between them."""
 
@@ -135,6 +154,7 @@ MODELS = {
     "the largest in evaluation": lambda: Net(largest_in_evaluation),
     "statistics in evaluation": lambda: Net(lambda block, x: x if block.training else batch_norm(block, x)),
     "layers called by their parent": Bypassed,
+    "a list of tensors": Listed,
     "BatchNorm1d": lambda: nn.Sequential(
         *[nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU()) for _ in range(4)]
     ),
@@ -251,6 +271,14 @@ def evaluates(model, optimizer, x, y):
     return loss
 
 
+def evaluates_in_inference_mode(model, optimizer, x, y):
+    model.eval()
+    with torch.inference_mode():
+        loss = model(x).pow(2).mean()
+    model.train()
+    return usual(model, optimizer, x, y).detach() + float(loss)
+
+
 def accumulates(model, optimizer, x, y):
     loss = usual(model, optimizer, x[:4], y[:4])
     return loss + usual(model, optimizer, x[4:], y[4:])
@@ -275,6 +303,7 @@ HABITS = {
             clip_groups,
         ),
         *(clip_all, scaled, centred, gradient_of_input, backward_with_inputs, hook_in_the_loss, evaluates, accumulates),
+        evaluates_in_inference_mode,
         *(two_forwards,),
     )
 }
@@ -296,6 +325,8 @@ ROWS = (
     ("plain", "hook in the loss", "the script's loss is not that of one process", EQUAL),
     ("plain", "evaluates", EQUAL, EQUAL),
     ("plain", "accumulates", EQUAL, EQUAL),
+    ("a loss in an attribute", "evaluates in inference mode", "another attribute 'blocks.0.state'", EQUAL),
+    ("a list of tensors", "evaluates in inference mode", EQUAL, EQUAL),
     ("plain", "two forwards", EQUAL, EQUAL),
     ("statistics by hand", "usual", "the first part whose output differs is 'blocks.0'", EQUAL),
     ("F.batch_norm", "usual", "the first part whose output differs is 'blocks.0'", EQUAL),

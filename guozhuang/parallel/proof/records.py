@@ -136,7 +136,7 @@ def _attributes(model: nn.Module) -> dict[str, tuple[Any, Any]]:
                 continue
             kept = _kept(value)
             if isinstance(kept, Tensor):
-                found[f"{path}.{name}"] = kept, (id(value), kept._version)
+                found[f"{path}.{name}"] = kept, (id(value), None if kept.is_inference() else kept._version)
             elif kept is not None or value is None:
                 found[f"{path}.{name}"] = kept, (type(kept), repr(kept))
     return found

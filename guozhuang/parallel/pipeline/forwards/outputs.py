@@ -248,7 +248,7 @@ def _state_of(unit: nn.Module) -> list[tuple[nn.Module, dict[str, Any], dict[str
 
 def _fingerprint(each: Any, depth: int = 4) -> Any:
     if isinstance(each, Tensor):
-        return id(each), each._version
+        return id(each), None if each.is_inference() else each._version
     if isinstance(each, list | tuple):
         return tuple(_fingerprint(one, depth - 1) for one in each) if depth else len(each)
     held = each if isinstance(each, Mapping) else getattr(each, "__dict__", None)
