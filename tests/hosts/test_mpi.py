@@ -66,7 +66,7 @@ def here(launcher: str, num: int) -> list[str]:
     return [program, "-n", str(num)] + ([] if launcher == "hydra" else ["--oversubscribe"])
 
 
-@each_launcher("openmpi")
+@each_launcher("openmpi", "hydra")
 def test_two_ranks_on_this_machine(launcher: str, tmp_path: Path) -> None:
     run = subprocess.Popen(
         [*here(launcher, 2), *MEMBER], env=of_home(tmp_path), cwd=tmp_path, text=True, start_new_session=True,

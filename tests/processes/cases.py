@@ -128,13 +128,11 @@ def as_table(
 ) -> Callable[..., None]:
     """A test of each ``case_*(method, rank, size)`` of a module for each method and number of ranks, in threads.
 
-    On 2, 4 and 8 ranks all are marked slow: 3 ranks differ from 1 in the same ways, and in more. So is the case ``long`` on all
-    numbers of ranks but 3: it trains, and says little that depends on the number.
+    On 2, 4 and 8 ranks all are marked slow: 3 ranks differ from 1 in the same ways, and in more. So is the case ``long``, which
+    trains.
     """
     rows = [
-        pytest.param(
-            asked, size, marks=[pytest.mark.slow] if size in (2, 4, 8) or (asked == long.__name__ and size != 3) else []
-        )
+        pytest.param(asked, size, marks=[pytest.mark.slow] if size in (2, 4, 8) or asked == long.__name__ else [])
         for asked in names_of_cases(namespace)
         for size in (1, 2, 3, 4, 8)
     ]

@@ -234,7 +234,13 @@ def test_the_factor_of_gradients_is_named() -> None:
         check(row, [each[i] for each in found], "ddp")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(each, marks=() if each in ("sharded", "sharded-gradients") else pytest.mark.slow)
+        for each in STRATEGIES[1:]
+    ],
+)
 def test_under_every_exact_strategy(strategy: str) -> None:
     found = run_ranks(audited, 2, strategy, FEW)
     for i, row in enumerate(FEW):

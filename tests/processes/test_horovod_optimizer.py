@@ -59,7 +59,8 @@ def all_cases(rank: int, num_ranks: int, backend: str) -> dict[str, tuple[float,
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "backend"), [(2, "shm"), (3, "gloo"), pytest.param(4, "shm", marks=pytest.mark.slow)]
+    ("num_ranks", "backend"),
+    [(2, "shm"), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(3, "gloo"), (4, "shm")])],
 )
 def test_weights_equal_those_of_one_process(num_ranks: int, backend: str) -> None:
     results = run_ranks(all_cases, num_ranks, backend, init=False)

@@ -235,6 +235,7 @@ def test_no_rank_is_forked_where_an_import_leaves_a_thread(tmp_path: Path) -> No
         parent.close()
 
 
+@pytest.mark.slow
 def test_a_killed_agent_leaves_neither_the_warm_parent_nor_a_forked_rank(tmp_path: Path, folder: Path) -> None:
     program = tmp_path / "agent.py"
     (folder / "sleeps.py").write_text("import time\ntime.sleep(600)")
@@ -297,7 +298,7 @@ def test_a_rank_that_is_started_again_is_forked(tmp_path: Path, option: tuple[st
     "options",
     [
         ("--max-restarts", 1),
-        ("--max-restarts", 1, "--no-warm"),
+        pytest.param(("--max-restarts", 1, "--no-warm"), marks=pytest.mark.slow),
         pytest.param(("--max-restarts", 0), marks=pytest.mark.slow),
     ],
 )

@@ -324,10 +324,8 @@ assert reads_past_python(model)
 """
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["torch.compile(model, backend='eager')", pytest.param("model.compile(backend='eager')", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["torch.compile(model, backend='eager')", "model.compile(backend='eager')"])
 def test_compiled_code_is_known_to_read_past_python(how: str) -> None:
     subprocess.run([sys.executable, "-c", COMPILED.format(how=how)], timeout=60, check=True)
 

@@ -359,6 +359,7 @@ def test_random_tokens_for_a_checkpoint(checkpoint) -> None:
     assert work.loss(model, work.collate([work.train[0]])).isfinite()
 
 
+@pytest.mark.slow
 def test_loading_imports_no_transformers(data, tmp_path) -> None:
     program = (
         "import sys, json; from pathlib import Path; from guozhuang.workloads import load\n"

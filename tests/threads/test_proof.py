@@ -349,8 +349,20 @@ ROWS = (
     ("statistics in evaluation", "evaluates", "is not that of one process in evaluation", EQUAL),
     ("layers called by their parent", "usual", "", ".*"),
 )
+#: Of what tensor parallelism leaves equal; the others are slow tests.
+QUICK = {("plain", "usual"), ("plain", "clip all"), ("a counter", "usual"), ("other ways in evaluation", "evaluates")}
+
+
+def marks(model, habit, layout, expected):
+    return pytest.mark.slow if layout == TENSOR and expected is EQUAL and (model, habit) not in QUICK else ()
+
+
 CASES = [
-    pytest.param(model, habit, layout, expected, id=f"{model}-{habit}-{layout}")
+    pytest.param(
+        *(model, habit, layout, expected),
+        id=f"{model}-{habit}-{layout}",
+        marks=marks(model, habit, layout, expected),
+    )
     for model, habit, *words in ROWS
     for layout, expected in zip((PIPELINE, TENSOR), words, strict=True)
     if expected != ""
