@@ -154,12 +154,15 @@ _IS_FULLY = {
     "optimizer: adafactor": "it keeps a sum per row and column",
     "hooks: of a parameter": "fully_shard replaces parameters",
 }
+_AVERAGES_LATE = {"clips: by hand": "p.grad is the rank's own"}
 ALWAYS_REFUSED: dict[str, dict[str, str]] = {
-    "sharded": {"clips: by hand": "p.grad is the rank's own", "optimizer: lbfgs": "each rank steps a part"},
+    "sharded": {**_AVERAGES_LATE, "optimizer: lbfgs": "each rank steps a part"},
     **dict.fromkeys(FULLY, _IS_FULLY),
     **{
-        name: (_HAS_STAGES if layout.pp > 1 else {}) | (_HAS_SLICES if layout.tp > 1 else {})
-        for name, (_, layout) in LAYOUTS.items()
+        name: (_HAS_STAGES if layout.pp > 1 else {})
+        | (_HAS_SLICES if layout.tp > 1 else {})
+        | (_AVERAGES_LATE if of == "sharded" else {})
+        for name, (of, layout) in LAYOUTS.items()
     },
 }
 

@@ -32,7 +32,7 @@ NUM_PROGRAMS = {
     "sharded dp=2,tp=2": 100,
 }
 
-# Strategies of which it is known, element by element, what they always refuse: ddp nothing, so that each element is equal once.
+# Strategies with so many programs that each element is equal in one of them, unless it is always refused.
 EXACT = ("ddp", "the class", "sharded", "sparse-rows")
 
 
@@ -58,10 +58,10 @@ def check_all(strategy: str) -> None:
     counts, equal = check(strategy, range(num))
     assert counts[EQUAL] > num / 2, f"most programs are refused, which proves little: {counts}"
     assert counts[EQUAL] + counts[REFUSED] + counts[WARNED] + counts[KNOWN_FAULT] == num
-    never = set(elements_of(strategy)) - equal
-    assert never == ALWAYS_REFUSED.get(strategy, {}).keys(), (
-        "what is in no program that is equal, or is and should be in none"
-    )
+    elements, refused = set(elements_of(strategy)), ALWAYS_REFUSED.get(strategy, {}).keys()
+    assert not equal & refused, "what should be in no program that is equal"
+    never = elements - equal - refused
+    assert not never or strategy not in EXACT, "what is in no program that is equal"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "sharded"])
