@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
 from guozhuang.groups.base import PythonGroup
+from guozhuang.net.ended import tell_ended
 from tests.waiting import LIMIT_S
 
 NAME = "threads"
@@ -367,6 +368,7 @@ def run_threads(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]
         except BaseException:
             failures[rank] = traceback.format_exc()
             run.fail()
+            tell_ended(store, rank)  # as its launcher would tell those that wait for it in the store
 
     with _ranks_are_threads(), _modules_draw_in_turn():
         threads = [threading.Thread(target=rank_of, args=(rank,), name=f"rank {rank}") for rank in range(num_ranks)]
