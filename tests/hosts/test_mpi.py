@@ -89,7 +89,7 @@ def test_two_ranks_on_this_machine(launcher: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("num", "options", "threads"),
     [
-        pytest.param(1, [], CORES, id="one rank"),
+        pytest.param(1, [], CORES, id="one rank", marks=pytest.mark.slow),
         pytest.param(2, [], CORES // 2, id="two ranks", marks=pytest.mark.slow),
         pytest.param(1, ["--bind-to", "core"], 1, id="bound on request"),
     ],

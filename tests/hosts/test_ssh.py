@@ -232,6 +232,7 @@ def test_killing_the_launcher_ends_everything(begun: Any, sshd: Sshd, folder: Pa
 
 
 @pytest.mark.slow
+@slow
 def test_a_master_connection_of_the_user_does_not_hold_the_run(sshd: Sshd, fast: Any, tmp_path: Path) -> None:
     lines = f"Host *\n  ControlMaster auto\n  ControlPath {tmp_path}/%n\n  ControlPersist 60\n"
     sshd.config.write_text(lines + sshd.config.read_text())
@@ -291,7 +292,7 @@ def begun(sshd: Sshd, warm: Warm, folder: Path) -> Iterator[Any]:
         launcher.stop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=slow)])
 def test_a_signal_for_the_launcher_ends_all_hosts(begun: Any, folder: Path, number: signal.Signals) -> None:
     launcher = begun(2, "-H", "a0:1,a1:1", "light.py", "sleep")
     os.killpg(launcher.pid, number)  # as the terminal does
@@ -308,6 +309,7 @@ def test_servers_that_nobody_uses_end_with_the_ranks(fast: Any) -> None:
     assert (code, ours(err)) == (0, []), err
 
 
+@slow
 def test_a_parameter_server_that_is_killed_is_named(begun: Any, folder: Path) -> None:
     launcher = begun(2, "-H", "a0:1,a1:1", "--servers", "3", "light.py", "sleep")
     found = until(
@@ -325,6 +327,7 @@ def test_a_parameter_server_that_is_killed_is_named(begun: Any, folder: Path) ->
     assert not none_left(str(folder))
 
 
+@slow
 def test_a_signal_of_signals_to_handle_comes_to_the_ranks(begun: Any, folder: Path) -> None:
     asked = ("--signals-to-handle", "SIGUSR1,SIGTERM")
     launcher = begun(2, *asked, "-H", "a0:1,a1:1", "light.py", "usr1", "sleep")
@@ -352,6 +355,7 @@ def test_a_second_signal_does_not_wait_for_deaf_ranks(begun: Any, folder: Path) 
     assert not any(path.exists() for path in temporary), "the guards had no time to tidy up"
 
 
+@slow
 def test_a_host_whose_ranks_have_finished_is_ended_soon(begun: Any, folder: Path) -> None:
     launcher = begun(2, *PATIENT, "-H", "a0:1,a1:1", "light.py", "end1", "deaf", "sleep")
     until(lambda: not psutil.pid_exists(int((folder / "here1").read_text())))
@@ -362,6 +366,7 @@ def test_a_host_whose_ranks_have_finished_is_ended_soon(begun: Any, folder: Path
 
 
 @pytest.mark.slow
+@slow
 def test_hosts_wait_for_a_launcher_that_is_stopped(begun: Any, folder: Path) -> None:
     launcher = begun(2, "-H", "a0:1,a1:1", "light.py", "gate", lost_after_s=LOST_AFTER_S)
     launcher.send(signal.SIGTSTP)

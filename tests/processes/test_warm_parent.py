@@ -266,7 +266,8 @@ def test_a_killed_agent_leaves_neither_the_warm_parent_nor_a_forked_rank(tmp_pat
     assert not alive
 
 
-@pytest.mark.parametrize("option", [pytest.param((), marks=pytest.mark.slow), ("--on-failure", "keep-survivors")])
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [(), ("--on-failure", "keep-survivors")])
 def test_a_rank_that_is_started_again_is_forked(tmp_path: Path, option: tuple[str, ...]) -> None:
     """Rank 1, and where all are started anew each rank, fails until it is a fork; the output has its mark in front as ever."""
     script = launching.write(

@@ -349,12 +349,15 @@ ROWS = (
     ("statistics in evaluation", "evaluates", "is not that of one process in evaluation", EQUAL),
     ("layers called by their parent", "usual", "", ".*"),
 )
-#: Of what tensor parallelism leaves equal; the others are slow tests.
-QUICK = {("plain", "usual"), ("plain", "clip all"), ("a counter", "usual"), ("other ways in evaluation", "evaluates")}
+#: Of what is equal; the others are slow tests.
+QUICK = {
+    PIPELINE: {("plain", "usual"), ("plain", "clip groups"), ("plain", "accumulates"), ("an own class", "usual")},
+    TENSOR: {("plain", "usual"), ("plain", "clip all"), ("a counter", "usual")},
+}
 
 
 def marks(model, habit, layout, expected):
-    return pytest.mark.slow if layout == TENSOR and expected is EQUAL and (model, habit) not in QUICK else ()
+    return pytest.mark.slow if expected is EQUAL and (model, habit) not in QUICK[layout] else ()
 
 
 CASES = [

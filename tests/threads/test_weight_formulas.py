@@ -117,8 +117,8 @@ PLANS = {
     "diloco-keeps-momentum": outer(DiLoCo(4, overlap_steps=3, keep_progress=True, outer_momentum=0.5)),
     "diloco-is-local-sgd": means(DiLoCo(3, outer_lr=1.0, outer_momentum=0.0), 3),
 }
-LAYOUTS = ("ab", "abc", "aa", "aabb")
-MORE = ("a", "abb", "abcd", "aaab", "abba", "aabbb", "abbac", "abcde", "aaabbbbc")
+LAYOUTS = ("ab", "abc", "aabb")
+MORE = ("a", "aa", "abb", "abcd", "aaab", "abba", "aabbb", "abbac", "abcde", "aaabbbbc")
 
 
 @dataclass(frozen=True)
