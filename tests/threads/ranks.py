@@ -24,6 +24,7 @@ import queue
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from guozhuang.groups.base import PythonGroup
 from guozhuang.net.ended import tell_ended
+from guozhuang.parallel import clipping
+from guozhuang.sharding.carrier import Carrier
 from tests.waiting import LIMIT_S
 
 NAME = "threads"
@@ -301,6 +304,37 @@ def _modules_draw_in_turn() -> Iterator[None]:
         yield
 
 
+class _OfRank:
+    """A container of the package, of which each rank has its own, as each process has.
+
+    Args:
+        number: its place in what a rank has.
+        outside: what there is outside of ranks.
+    """
+
+    def __init__(self, number: int, outside: Any) -> None:
+        self._number, self._outside = number, outside
+
+    def _own(self) -> Any:
+        return _here.own[self._number] if hasattr(_here, "own") else self._outside
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own(), name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._own())
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._own()[key] = value
+
+
+# Who looks through these reads gradients, also those of other ranks, which PyTorch does not expect of threads.
+_OWN: tuple[tuple[Any, str, type[Any]], ...] = (
+    (clipping, "_divided_models", weakref.WeakKeyDictionary),
+    (Carrier, "_alive", weakref.WeakSet),
+)
+
+
 @contextlib.contextmanager
 def _ranks_are_threads() -> Iterator[None]:
     if NAME not in dist.Backend.backend_list:
@@ -323,7 +357,11 @@ def _ranks_are_threads() -> Iterator[None]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        with mock.patch.object(c10d, "_world", _Worlds()), mock.patch.object(threading.Thread, "start", start_in_rank):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(c10d, "_world", _Worlds()))
+            stack.enter_context(mock.patch.object(threading.Thread, "start", start_in_rank))
+            for number, (owner, name, _) in enumerate(_OWN):
+                stack.enter_context(mock.patch.object(owner, name, _OfRank(number, getattr(owner, name))))
             yield
     finally:
         gc.collect(0)  # what the ranks left is young; the threads of exchanges end with it
@@ -359,6 +397,7 @@ def run_threads(fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]
         _stay_on_one_core()
         torch.set_num_threads(1)  # libraries ask their own setting, which each thread has for itself
         _here.world, _here.run, _here.made, _here.sent = _empty_world(), run, collections.Counter(), [0.0]
+        _here.own = [kind() for _, _, kind in _OWN]
         try:
             dist.init_process_group(NAME, store=store, rank=rank, world_size=num_ranks)
             try:
