@@ -231,7 +231,6 @@ def test_killing_the_launcher_ends_everything(begun: Any, sshd: Sshd, folder: Pa
     assert not none_left(str(sshd.config)), "ssh clients are left"
 
 
-@pytest.mark.slow
 @slow
 def test_a_master_connection_of_the_user_does_not_hold_the_run(sshd: Sshd, fast: Any, tmp_path: Path) -> None:
     lines = f"Host *\n  ControlMaster auto\n  ControlPath {tmp_path}/%n\n  ControlPersist 60\n"
@@ -365,7 +364,6 @@ def test_a_host_whose_ranks_have_finished_is_ended_soon(begun: Any, folder: Path
     assert not none_left(str(folder))
 
 
-@pytest.mark.slow
 @slow
 def test_hosts_wait_for_a_launcher_that_is_stopped(begun: Any, folder: Path) -> None:
     launcher = begun(2, "-H", "a0:1,a1:1", "light.py", "gate", lost_after_s=LOST_AFTER_S)

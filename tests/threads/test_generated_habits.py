@@ -32,8 +32,8 @@ NUM_PROGRAMS = {
     "sharded dp=2,tp=2": 100,
 }
 
-# Strategies with so many programs that each element is equal in one of them, unless it is always refused.
-EXACT = ("ddp", "the class", "sharded", "sparse-rows")
+# What is in one program of a strategy alone, where something else is refused.
+REFUSED_WITH_OTHERS = {"pp=2,dp=2": {"accumulates: in gz.accumulate"}, "sharded pp=2,dp=2": {"optimizers: a closure"}}
 
 
 def check(strategy: str, numbers: range) -> tuple[Counter[str], set[str]]:
@@ -58,10 +58,9 @@ def check_all(strategy: str) -> None:
     counts, equal = check(strategy, range(num))
     assert counts[EQUAL] > num / 2, f"most programs are refused, which proves little: {counts}"
     assert counts[EQUAL] + counts[REFUSED] + counts[WARNED] + counts[KNOWN_FAULT] == num
-    elements, refused = set(elements_of(strategy)), ALWAYS_REFUSED.get(strategy, {}).keys()
-    assert not equal & refused, "what should be in no program that is equal"
-    never = elements - equal - refused
-    assert not never or strategy not in EXACT, "what is in no program that is equal"
+    elements = set(elements_of(strategy))
+    refused = ALWAYS_REFUSED.get(strategy, {}).keys() | REFUSED_WITH_OTHERS.get(strategy, set())
+    assert elements - equal == elements & refused, "what is in no program that is equal, or is and should be in none"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "sharded"])

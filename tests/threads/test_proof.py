@@ -303,8 +303,7 @@ HABITS = {
             clip_groups,
         ),
         *(clip_all, scaled, centred, gradient_of_input, backward_with_inputs, hook_in_the_loss, evaluates, accumulates),
-        evaluates_in_inference_mode,
-        *(two_forwards,),
+        *(evaluates_in_inference_mode, two_forwards),
     )
 }
 PIPELINE, TENSOR = Layout(pp=2), Layout(tp=2)
