@@ -104,6 +104,11 @@ def _broken(
             yield "limit", node
         if called == "timedelta" and node.keywords and _seconds(node) < LEAST_LIMIT_S:
             yield "limit", node
+    elif isinstance(node, ast.Dict):  # of options
+        for key, value in zip(node.keys, node.values, strict=True):
+            is_limit = isinstance(key, ast.Constant) and isinstance(key.value, str) and _is_limit(key.value)
+            if is_limit and _is_number_below(value, LEAST_LIMIT_S):
+                yield "limit", value
     elif isinstance(node, ast.Assign | ast.AnnAssign):
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
         is_limit = isinstance(target, ast.Name) and _is_limit(target.id)
@@ -222,6 +227,7 @@ def test_a():
     thread.join(5)
     until(ready, 10)
     run(timeout_s=20.0)
+    options = {"timeout_s": 20.0}
     assert time.monotonic() - began < 2
 def helper(limit_s=5.0):
     end = time.monotonic() + 5
@@ -232,7 +238,7 @@ time.sleep(1)
 '''
     found = [(function, rule) for _, function, rule, _, _ in offences("a", text)]
     assert found == [
-        *[("test_a", rule) for rule in ("sleep", "limit", "limit", "limit", "clock")],
+        *[("test_a", rule) for rule in ("sleep", "limit", "limit", "limit", "limit", "clock")],
         *[("helper", "limit"), ("helper", "limit"), ("SCRIPT", "sleep")],
     ]  # fmt: skip
 

@@ -26,9 +26,12 @@ from guozhuang import DistributedDataParallel
 from guozhuang.exchange.weights import WeightExchange
 from guozhuang.lab.measure import tcp_sent_bytes
 from guozhuang.weights.flat import Named
-from tests.ranks import GROUP_TIMEOUT_S, run_ranks
+from tests.ranks import run_ranks
 from tests.threads.ranks import GENERATOR, run_threads, this_rank
 from tests.waiting import LIMIT_S
+
+# Of all cases of a module together, of which some take seconds on an idle machine; below the limit that pytest has for a test.
+CASES_LIMIT_S = 3.5 * LIMIT_S
 
 
 def names_of_cases(namespace: Mapping[str, Any], prefix: str = "case_") -> list[str]:
@@ -60,20 +63,18 @@ def results_of_cases(
     num_ranks: int,
     names: Sequence[str],
     run: Callable[..., dict[str, str]] = run_cases,
-    timeout_s: float = LIMIT_S,
-    group_timeout_s: float = GROUP_TIMEOUT_S,
+    timeout_s: float = CASES_LIMIT_S,
     **options: Any,
 ) -> Callable[[str], None]:
     """A function that raises what one case raised; the first call runs all of them in one set of ranks.
 
     Ranks call ``run`` as they would ``run_cases``; the options are those of ``run_ranks``.
     """
-    limits = {"timeout_s": timeout_s, "group_timeout_s": group_timeout_s}
 
     @functools.cache
     def everything() -> list[dict[str, str]]:
         try:
-            return run_ranks(run, num_ranks, module_name, list(names), **limits, **options)
+            return run_ranks(run, num_ranks, module_name, list(names), timeout_s=timeout_s, **options)
         except AssertionError as error:  # once, not once for each case
             return [dict.fromkeys(names, str(error))]
 

@@ -913,13 +913,10 @@ def without_shared_weights(rank: int, world_size: int, module_name: str, names: 
     return run_cases(rank, world_size, module_name, names)
 
 
-LIMITS = {"timeout_s": 110, "group_timeout_s": 20}
 RESULTS = {
-    "shm, 2": results_of_cases(__name__, 2, NAMES, backend="shm", **LIMITS),
-    "gloo, 3": results_of_cases(__name__, 3, NAMES, backend="gloo", **LIMITS),
-    "shm, weights on each rank, 3": results_of_cases(
-        __name__, 3, NAMES, without_shared_weights, backend="shm", **LIMITS
-    ),
+    "shm, 2": results_of_cases(__name__, 2, NAMES, backend="shm"),
+    "gloo, 3": results_of_cases(__name__, 3, NAMES, backend="gloo"),
+    "shm, weights on each rank, 3": results_of_cases(__name__, 3, NAMES, without_shared_weights, backend="shm"),
 }
 
 

@@ -194,7 +194,7 @@ def asks_again(rank: int, world_size: int) -> list[str]:
     assert world.init() is me
     assert world.init(backend="GLOO", device=torch.device("cpu"), timeout_s=LIMIT_S) is me
     texts = []
-    for arguments in ({"backend": "fake"}, {"timeout_s": 5.0}, {"timeout_s": -1.0}, {"device": "cuda:0"}):
+    for arguments in ({"backend": "fake"}, {"timeout_s": LIMIT_S + 1}, {"timeout_s": -1.0}, {"device": "cuda:0"}):
         try:
             world.init(**arguments)
         except UsageError as error:
