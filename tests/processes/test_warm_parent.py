@@ -120,17 +120,13 @@ def both(folder: Path) -> Iterator[tuple[Ranks, Ranks]]:
 
 
 def warm(ranks: Ranks) -> None:
-    """Start ranks until one was forked from the warm parent."""
+    """Have a warm parent start, and wait until it is ready."""
     ranks.crew.keep_warm([sys.executable, "-u", "facts.py"])
-
-    def was_forked() -> bool:
-        ranks.start("-m", "this")
-        is_forked = ranks.is_forked
-        done = ranks.end()
-        assert done[0] == 0, done
-        return is_forked
-
-    until(was_forked)
+    ranks.start("-m", "this")
+    done = ranks.end()  # waiting for a rank starts it
+    assert done[0] == 0, done
+    assert ranks.crew.warm is not None
+    ranks.crew.warm.wait(LIMIT_S)
 
 
 def ended(ranks: Ranks, is_forked: bool, *words: str, **more: str) -> tuple[int, str, str]:
