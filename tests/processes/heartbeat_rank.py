@@ -30,11 +30,13 @@ RUNNING: list[heartbeat.Heartbeat] = []  # of this rank
 
 
 def limits(case: str, who: int) -> Limits:
-    """As those of the heartbeat, but that no rank which lives, and is only slow, is given up."""
+    """As those of the heartbeat, but that no rank or store which lives, and is only slow, is given up."""
     usual = Limits.of(INTERVAL_S)
     if case == "train":  # whoever calls that has troubles of its own for it
         return usual
-    patient = replace(usual, gather_s=LIMIT_S / 2, urgent_takeover_s=LIMIT_S / 2, report_wait_s=LIMIT_S / 2)
+    patient = replace(
+        usual, lost_s=LIMIT_S / 2, gather_s=LIMIT_S / 2, urgent_takeover_s=LIMIT_S / 2, report_wait_s=LIMIT_S / 2
+    )
     watcher_is_held = case == "lock" and who == 0
     patient = patient if watcher_is_held else replace(patient, takeover_s=LIMIT_S / 2)
     return replace(patient, mute_s=LIMIT_S / 2) if case != "lock" else patient
