@@ -200,7 +200,7 @@ def case_many_parameters(rank: int, size: int) -> None:
     class Many(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ParameterList(torch.randn(i % 3) for i in range(2000))
+            self.parts = nn.ParameterList(torch.randn(i % 3) for i in range(500))
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat(list(self.parts)) * x.sum()
