@@ -266,11 +266,12 @@ def test_the_guard_of_an_agent_that_is_killed_has_time_to_tidy(begin: Any, tmp_p
 
 
 def test_a_client_that_leaves_somebody_with_its_pipes_is_closed_all_the_same(begin: Any) -> None:
-    host = begin("print('mine')", before="(sleep 99.125 &)")
+    seconds = f"3600.{os.getpid()}"  # so that it is not that of another run of the tests
+    host = begin("print('mine')", before=f"(sleep {seconds} &)")
     # The shell's grandchild holds stdout and stderr for ever, as a master connection of ssh does.
     host.wait()
     assert (host.out["stdout"], host.link.code) == (b"mine\n", 0)
-    left = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "99.125"]]
+    left = [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", seconds]]
     for process in left:
         process.kill()
     assert left
