@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import guozhuang
+from tests import mutate
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "guozhuang"
@@ -252,6 +253,15 @@ def test_the_environment_is_read_in_its_folders() -> None:
         or (isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names})
     ]
     assert not found, f"environment variables are read in {', '.join(sorted(READS_ENVIRONMENT))} only"
+
+
+def test_each_planted_fault_has_its_place() -> None:
+    faults = mutate.FAULT.findall((ROOT / "tests" / "mutations.md").read_text())
+    assert [int(number) for number, *_ in faults] == list(range(1, 53))
+    for _, _, file, tests, diff in faults:
+        mutate.planted((ROOT / file).read_text(), diff)
+        for test in tests.split(" "):
+            assert (ROOT / test.partition("::")[0]).is_file(), test
 
 
 def test_nothing_is_left_undone() -> None:
