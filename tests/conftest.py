@@ -33,7 +33,7 @@ KEPT_THREADS = ("tqdm", "fsspecIO", "pytest_timeout")
 TIERS = ("pure", "threads", "processes", "hosts", "device")
 # How many processes the tests of a whole run start themselves, from the fork server or as new programs. What those start is not
 # counted: a launcher starts about six more. A start is what costs time; whoever needs more shares ranks between cases first.
-# 1,951 are taken; each first batch of a divided model forks two references, which cost a hundredth of a rank with torch.
+# 1,912 are taken; each first batch of a divided model forks two references, which cost a hundredth of a rank with torch.
 STARTS_BUDGET = {"not slow": 2_000}
 # Processor time of `make test` after the installation, lint and types included. See [Note: processor time].
 PROCESSOR_BUDGET_S = {"not slow": 600.0}
