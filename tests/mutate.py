@@ -14,6 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 FAULT = re.compile(r"## (\d+)\. ([^\n]*)\n`([^`]*)` by `([^`]*)`\n```diff\n(.*?)```", re.S)
 
 
+def faults() -> list[tuple[str, str, str, str, str]]:
+    """The number, the title, the file, the tests and the diff of each fault."""
+    return FAULT.findall((ROOT / "tests" / "mutations.md").read_text())
+
+
 def planted(text: str, diff: str) -> str:
     """The text with the lines "-" of the diff replaced by its lines "+"."""
     old, new = ("".join(f"{line[1:]}\n" for line in diff.splitlines() if line[0] == sign) for sign in "-+")
@@ -35,12 +40,11 @@ def is_caught(tree: Path, file: str, tests: str, diff: str) -> bool:
 
 
 def main(wanted: list[str]) -> int:
-    faults = FAULT.findall((ROOT / "tests" / "mutations.md").read_text())
     missed = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache"))
-        for number, title, file, tests, diff in faults:
+        for number, title, file, tests, diff in faults():
             if not wanted or number in wanted:
                 caught = is_caught(tree, file, tests, diff)
                 print(f"{number:>2} {'caught' if caught else 'MISSED'}  {title}", flush=True)

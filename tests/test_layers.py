@@ -256,7 +256,7 @@ def test_the_environment_is_read_in_its_folders() -> None:
 
 
 def test_each_planted_fault_has_its_place() -> None:
-    faults = mutate.FAULT.findall((ROOT / "tests" / "mutations.md").read_text())
+    faults = mutate.faults()
     assert [int(number) for number, *_ in faults] == list(range(1, 53))
     for _, _, file, tests, diff in faults:
         mutate.planted((ROOT / file).read_text(), diff)
