@@ -123,7 +123,7 @@ def warm(ranks: Ranks) -> None:
     """Have a warm parent start, and wait until it is ready."""
     ranks.crew.keep_warm([sys.executable, "-u", "facts.py"])
     ranks.start("-m", "this")
-    done = ranks.end()  # waiting for a rank starts it
+    done = ranks.end()  # Crew.wait, which it calls, starts the warm parent
     assert done[0] == 0, done
     assert ranks.crew.warm is not None
     ranks.crew.warm.wait(LIMIT_S)
